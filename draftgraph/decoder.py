@@ -1,0 +1,351 @@
+"""The loop: grow, prune and merge, flatten, verify, commit; one code path for every mode."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftgraph.choose import KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
+from draftgraph.config import GraphConfig
+from draftgraph.cost import CostModel, FlatCost
+from draftgraph.drafting import Proposer, grow
+from draftgraph.drafting.model import DraftVocabulary, ModelProposer
+from draftgraph.drafting.suffix import SuffixProposer
+from draftgraph.engine.loan import Loan, unwrapped
+from draftgraph.engine.runner import Engine, common_prefix
+from draftgraph.engine.selfcheck import checked_engine
+from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.generation import Request, prepare, unpadded_rows
+from draftgraph.graph import TokenGraph, TokenTree
+from draftgraph.noise import KeyedNoise
+from draftgraph.stats import Stats
+from draftgraph.trace import Observer, Step
+
+
+@dataclass
+class GraphOutput:
+    """What `generate` gives back. `sequences` is as `transformers` returns it, the prompt included."""
+
+    sequences: Tensor  # [rows, length], right-padded
+    stats: Stats
+    finish_reasons: list[str]
+    new_token_ids: list[list[int]]
+    logprobs: list[list[float]] | None = None  # of the emitted tokens, under the target's raw logits
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+
+
+class Decoding:
+    """One text being continued, step by step."""
+
+    def __init__(
+        self,
+        decoder: GraphDecoder,
+        request: Request,
+        row: int,
+        seed: int,
+        outputs: Outputs,
+        config: GraphConfig,
+        reuse_cache: bool = False,
+    ) -> None:
+        self.decoder = decoder
+        self.request = request
+        self.stats = Stats()
+        self.outputs = outputs
+        self.target = decoder.target_engine
+        padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
+        ids = request.input_ids[row : row + 1]
+        self.prefix = Prefix.of(ids, request.max_length, padding)
+        self.text: list[int] = ids[0, padding:].tolist()
+        self.prompt_length = self.stats.prompt_tokens = len(self.text)
+        self.finish_reason: str | None = None
+        self.config = config if decoder.can_branch else replace(config, k=1)
+        cost = FlatCost.for_device(self.target.device) if config.cost == "flat" else config.cost
+        self.floor = cost.floor() if isinstance(cost, CostModel) and config.mode == "auto" else 0.0
+
+        sample = row % (request.config.num_return_sequences or 1)
+        noise = KeyedNoise(seed, sample) if request.samples else None
+        self.draft = None
+        if decoder.draft_engine is not None and config.drafts:
+            self.draft = ModelProposer(decoder.draft_engine, decoder.draft_vocabulary, self.config.k)
+        self.chooser = self._chooser(noise)
+        if self.draft is not None:
+            self.draft.perturb = self.chooser.perturb(request.temperature)
+        copier = [SuffixProposer(self.config.k)] if config.copies or (config.drafts and self.draft is None) else []
+        self.proposers: list[Proposer] = [*copier, *([self.draft] if self.draft else [])]
+        self._noise = noise
+        self._prefill(reuse_cache)
+
+    def _chooser(self, noise: KeyedNoise | None) -> KeyedChooser | RejectionChooser:
+        if self.config.verification == "rejection" and noise is not None:
+            drafted = self.draft.logits if self.draft else {}
+            return RejectionChooser(self.request.processors, noise, self.request.temperature, drafted, self.outputs)
+        return KeyedChooser(self.request.processors, noise, self.outputs)
+
+    def _prefill(self, reuse_cache: bool) -> None:
+        """Both models read the text but for its last token, which is the first root."""
+        chunk = self.request.config.prefill_chunk_size
+        engines = [self.target, *([self.draft.engine] if self.draft else [])]
+        with self.decoder.loan, self.stats.clock("prefill"):
+            for engine in engines:
+                engine.rewind(len(engine.text) if reuse_cache else 0)
+                engine.reserve(self.request.max_length + self.config.nodes)
+            self.target.rewind(common_prefix(self.target.text, self.text[:-1]))
+            self.target.prefill(self.text[len(self.target.text) : -1], chunk)
+            if self.draft is not None:
+                self.draft.catch_up(self.text, chunk)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The tokens of every step, until a stop condition holds."""
+        while self.finish_reason is None:
+            yield self.step().tokens
+
+    def step(self) -> Step:
+        """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
+        self.decoder.claim(self)
+        with self.decoder.loan:
+            with self.stats.clock("draft"):
+                graph, tree = self.grow()
+            with self.stats.clock("verify"):
+                logits = self.verify(tree)
+            with self.stats.clock("other"):
+                chosen = walk(tree, logits, self.chooser, self.prefix, self.request.criteria)
+                return self.commit(graph, tree, chosen)
+
+    def grow(self) -> tuple[TokenGraph, TokenTree]:
+        """Grow, prune, merge and flatten: the graph behind the last token, and its unrolled view."""
+        graph = TokenGraph(self.text[-1], self.config, self._depth_limit())
+        for proposer in self.proposers:
+            proposer.begin(self.text)
+        return graph, grow(graph, self.proposers, self.floor)
+
+    def verify(self, tree: TokenTree) -> Tensor:
+        """The target's logits at every node, in one pass. # [nodes, vocabulary]"""
+        logits = self.target.forward(tree.tokens, tree.depths, tree.mask)
+        if not self.request.may_be_invalid and not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+            raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
+        return logits
+
+    def commit(self, graph: TokenGraph, tree: TokenTree, chosen: Walk) -> Step:
+        """The accepted path becomes text in both caches; the rest is forgotten."""
+        step = Step(len(self.text) - 1, graph, tree, chosen.path, chosen.tokens, chosen.stopped)
+        accepted = [0, *chosen.path]
+        self.target.commit(accepted, tree.tokens[accepted].tolist())
+        for proposer in self.proposers:
+            proposer.commit(tree, chosen.path, graph)
+        self.text.extend(chosen.tokens)
+        if chosen.stopped:
+            self.finish_reason = self._finish_reason()
+        if self._noise is not None:
+            self._noise.forget_before(len(self.text))
+        self.stats.count(step)
+        if self.draft is not None:
+            self.stats.draft_passes, self.stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
+        if self.decoder.observer is not None:
+            self.decoder.observer(step)
+        return step
+
+    def _depth_limit(self) -> int:
+        """No deeper than the text may still grow, nor across a change of the rotary embedding."""
+        engines: list[Engine] = [self.target, *([self.draft.engine] if self.draft else [])]
+        limits = [engine.depth_limit(len(self.text) - 1) for engine in engines]
+        remaining = self.request.max_length - self.prefix.length - 1
+        return max(0, min([remaining, *(limit for limit in limits if limit is not None)]))
+
+    def _finish_reason(self) -> str:
+        reached_end = self.prefix.length >= self.request.max_length and self.text[-1] not in self.request.eos_ids
+        return "length" if reached_end else "stop"
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.text[self.prompt_length :]
+
+
+@dataclass
+class GraphDecoder:
+    """Decodes a `transformers` model with a token graph; the tokens are those of plain decoding.
+
+    >>> decoder = GraphDecoder(target_model, draft_model)          # doctest: +SKIP
+    >>> decoder.generate(input_ids, max_new_tokens=64).sequences   # doctest: +SKIP
+    """
+
+    target_model: Any
+    draft_model: Any = None
+    config: GraphConfig = field(default_factory=GraphConfig)
+    observer: Observer | None = None
+
+    def __post_init__(self) -> None:
+        self.target_engine: Engine = checked_engine(self.target_model)
+        self.draft_engine: Engine | None = None
+        models = [self.target_model]
+        if self.draft_model is not None:
+            self.draft_engine = checked_engine(self.draft_model)
+            self.draft_vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
+            models.append(self.draft_model)
+        self.loan = Loan(*models)
+        self._running: Decoding | None = None
+        for model, engine in zip(models, (self.target_engine, self.draft_engine), strict=False):
+            if engine is not None and not engine.branching:
+                name = type(unwrapped(model)).__name__
+                warnings.warn(f"{name} cannot take a token tree: it is decoded with chains", stacklevel=3)
+
+    @property
+    def can_branch(self) -> bool:
+        return self.target_engine.branching and (self.draft_engine is None or self.draft_engine.branching)
+
+    @property
+    def vocabulary_size(self) -> int:
+        head = self.target_model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        size = self.target_model.config.get_text_config(decoder=True).vocab_size
+        return int(weight.shape[0]) if weight is not None and weight.dim() == 2 else int(size)
+
+    def generate(
+        self,
+        input_ids: Any,
+        *,
+        attention_mask: Tensor | None = None,
+        seed: int | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        logprobs: bool = False,
+        config: GraphConfig | None = None,
+        **arguments: Any,
+    ) -> GraphOutput:
+        """Continues every row as `target.generate(input_ids, **arguments)` would, in fewer target passes.
+
+        Takes `generate`'s arguments (`max_new_tokens`, `do_sample`, `temperature`, `logits_processor`, ...), and a
+        `seed`: sampled text depends on it, the prompt and the arguments, and on nothing else.
+        """
+        rows = unpadded_rows(input_ids, attention_mask, self._generation_config(arguments))
+        if streamer is not None and len(rows) > 1:
+            raise UsageError("streamer works with one prompt at a time: pass one row of input_ids")
+        if streamer is not None:
+            streamer.put(rows[0].cpu())
+        seed = fresh_seed() if seed is None else seed
+        decodings: list[Decoding] = []
+        for ids in rows:
+            request = prepare(self.target_model, self._checked(ids), tokenizer, **arguments)
+            for row in range(len(request.input_ids)):
+                decoding = self.start(request, row, seed, logprobs=logprobs, config=config)
+                for tokens in decoding:
+                    if streamer is not None:
+                        for token in tokens:
+                            streamer.put(torch.tensor([token]))
+                decodings.append(decoding)
+        if streamer is not None:
+            streamer.end()
+        return gathered(decodings, torch.as_tensor(input_ids))
+
+    def start(
+        self,
+        request: Request,
+        row: int = 0,
+        seed: int = 0,
+        *,
+        logprobs: bool = False,
+        config: GraphConfig | None = None,
+        reuse_cache: bool = False,
+    ) -> Decoding:
+        """A decoding of one row of a prepared request: iterate over it for the tokens of each step."""
+        wanted = request.config
+        detailed = bool(wanted.return_dict_in_generate)
+        outputs = Outputs(bool(wanted.output_scores) and detailed, bool(wanted.output_logits) and detailed, logprobs)
+        self._running = None
+        decoding = Decoding(self, request, row, seed, outputs, config or self.config, reuse_cache)
+        self._running = decoding
+        return decoding
+
+    def claim(self, decoding: Decoding) -> None:
+        """Two texts cannot share one cache: the one started last has it."""
+        if self._running is not decoding:
+            raise DraftGraphError("another text was started with this decoder: finish one before the next")
+
+    def _generation_config(self, arguments: dict[str, Any]) -> Any:
+        given = arguments.get("generation_config")
+        return given if given is not None else unwrapped(self.target_model).generation_config
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        rows = self.target_model.get_input_embeddings().weight.shape[0]
+        worst = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
+        if not 0 <= worst < rows:
+            raise UsageError(f"token id {worst} is not in the target's vocabulary of {rows}: check the tokenizer")
+        return ids.to(self.target_engine.device)
+
+
+def gathered(decodings: list[Decoding], prompts: Tensor) -> GraphOutput:
+    """Rows as `generate` returns them: prompts as given, then the new tokens, padded to one length."""
+    prompts = prompts[None] if prompts.dim() == 1 else prompts
+    prompts = prompts.repeat_interleave(len(decodings) // len(prompts), dim=0)
+    longest = max(len(decoding.new_tokens) for decoding in decodings)
+    sequences = prompts.new_full((len(decodings), prompts.shape[1] + longest), decodings[0].request.pad_id)
+    sequences[:, : prompts.shape[1]] = prompts
+    for row, decoding in enumerate(decodings):
+        new = torch.tensor(decoding.new_tokens)
+        sequences[row, prompts.shape[1] : prompts.shape[1] + len(new)] = new
+    outputs = [decoding.outputs for decoding in decodings]
+    stats = decodings[0].stats
+    for decoding in decodings[1:]:
+        stats = stats + decoding.stats
+    return GraphOutput(
+        sequences,
+        stats,
+        [decoding.finish_reason or "length" for decoding in decodings],
+        [decoding.new_tokens for decoding in decodings],
+        [kept.logprobs for kept in outputs] if outputs[0].keep_logprobs else None,
+        by_step([kept.scores for kept in outputs]) if outputs[0].keep_scores else None,
+        by_step([kept.logits for kept in outputs]) if outputs[0].keep_logits else None,
+    )
+
+
+def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """One tensor [rows, vocabulary] per step, as `generate` has them; rows that ended early repeat their last."""
+    longest = max(len(row) for row in rows)
+    return tuple(torch.cat([row[min(step, len(row) - 1)] for row in rows]) for step in range(longest))
+
+
+def fresh_seed() -> int:
+    """From torch's generator, so that `torch.manual_seed` makes a run repeatable."""
+    return int(torch.randint(0, 2**62, ()).item())
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    draft_model: Any = None,
+    graph_config: GraphConfig | None = None,
+    seed: int | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """For `target.generate(**inputs, custom_generate=draftgraph.custom_generate, draft_model=draft)`.
+
+    `generate` passes callables neither a streamer nor a tokenizer: use GraphDecoder for those.
+    """
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    from draftgraph.generation import capture, refuse_fields
+
+    refuse_fields(model, {"generation_config": generation_config})
+    request = capture(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    decoder = GraphDecoder(model, draft_model, config=graph_config or GraphConfig())
+    seed = fresh_seed() if seed is None else seed
+    decodings = []
+    for row in range(len(input_ids)):
+        decoding = decoder.start(request, row, seed)
+        for _ in decoding:
+            pass
+        decodings.append(decoding)
+    result = gathered(decodings, input_ids)
+    if not generation_config.return_dict_in_generate:
+        return result.sequences
+    return GenerateDecoderOnlyOutput(sequences=result.sequences, scores=result.scores, logits=result.logits)
+
+

@@ -1,0 +1,122 @@
+"""A draft model proposes: one forward pass per level, every node seeing the text and its own ancestors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.engine.runner import Engine, common_prefix
+from draftgraph.graph import NO_TOKEN, ROOT, Bools, Floats, Ints, Source, TokenGraph, TokenTree
+
+Perturb = Callable[[Tensor, Ints], Tensor]  # logits [nodes, vocabulary], positions of their next tokens
+
+
+class DraftVocabulary:
+    """Which of the target's tokens the draft can read and write."""
+
+    def __init__(self, draft: Any, target_size: int) -> None:
+        self.readable = int(draft.get_input_embeddings().weight.shape[0])
+        self.target_size = target_size
+        written = getattr(draft, "token_map", None)  # row of the draft's head -> token, for a reduced vocabulary
+        if written is None:
+            written = getattr(draft.config, "draftgraph_token_map", None)
+        self.written = None if written is None else torch.as_tensor(written, dtype=torch.long)
+
+    def to_draft(self, tokens: Ints) -> Ints:
+        """Tokens without a row in the draft's embedding are read as its first one."""
+        return np.where(tokens < self.readable, tokens, 0)
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary; what the draft cannot write is impossible. # [nodes, target_size]"""
+        if self.written is not None:
+            self.written = self.written.to(logits.device)
+            full = logits.new_full((len(logits), max(self.target_size, int(self.written.max()) + 1)), -torch.inf)
+            logits = full.index_copy_(1, self.written, logits[:, : len(self.written)])
+        elif logits.shape[1] < self.target_size:
+            logits = torch.nn.functional.pad(logits, (0, self.target_size - logits.shape[1]), value=-torch.inf)
+        return logits[:, : self.target_size]
+
+
+class ModelProposer:
+    """Grows a graph with a draft model, which is fed exactly the tokens that it lacks."""
+
+    source: Source = "draft"
+
+    def __init__(self, engine: Engine, vocabulary: DraftVocabulary, k: int, perturb: Perturb | None = None) -> None:
+        self.engine = engine
+        self.k = k
+        self.passes = 0
+        self.tokens_fed = 0
+        self.logits: dict[int, Tensor] = {}  # graph node -> what the draft said there, for rejection sampling
+        self._vocabulary = vocabulary
+        self.perturb = perturb
+        self._text: list[int] = []
+        self._lacking = 0
+        self._ancestors: dict[int, Bools] = {}  # graph node -> the scratch slots that it sees, its own last
+
+    def catch_up(self, text: list[int], chunk: int | None = None) -> None:
+        """Reads the text but for its last token, keeping what was read before of the same text."""
+        known = self._vocabulary.to_draft(np.array(text[:-1], dtype=np.int64)).tolist()
+        self.engine.rewind(common_prefix(self.engine.text, known))
+        self.engine.prefill(known[len(self.engine.text) :], chunk)
+
+    def begin(self, text: list[int]) -> None:
+        self._text = text
+        self._lacking = len(text) - len(self.engine.text)
+        self._ancestors.clear()
+        self.logits.clear()
+
+    def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
+        logits = self._feed_root() if frontier == [ROOT] else self._feed(graph, frontier)
+        logits = self._vocabulary.to_target(logits).float()
+        self.logits.update(zip(frontier, logits, strict=True))
+        if self.perturb is not None:
+            positions = len(self._text) + np.array([graph.depths[node] for node in frontier])
+            logits = self.perturb(logits, positions)
+        best = torch.topk(torch.softmax(logits, dim=-1), min(self.k, logits.shape[-1]))
+        tokens, probs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
+        probs = np.nan_to_num(probs)
+        return np.where(probs > 0, tokens, NO_TOKEN), probs
+
+    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
+        """Keeps what the draft was fed along the accepted path: up to the first leaf, merge or copy."""
+        if not self._ancestors:
+            return
+        slots = list(range(self._lacking))
+        tokens = self._text[len(self._text) - self._lacking :]
+        before = ROOT
+        for node in path:
+            here = int(tree.nodes[node])
+            if graph.parents[here] != before or here not in self._ancestors:
+                break
+            slots.append(len(self._ancestors[here]) - 1)
+            tokens.append(graph.tokens[here])
+            before = here
+        self.engine.commit(slots, self._vocabulary.to_draft(np.array(tokens)).tolist())
+
+    def _feed_root(self) -> Tensor:
+        missing = np.array(self._text[len(self._text) - self._lacking :])
+        self._ancestors[ROOT] = np.ones(self._lacking, dtype=bool)
+        causal = np.tri(self._lacking, dtype=bool)
+        return self._forward(missing, np.arange(self._lacking), causal)[-1:]
+
+    def _feed(self, graph: TokenGraph, frontier: list[int]) -> Tensor:
+        first_slot = self.engine.scratch
+        visible = np.zeros((len(frontier), first_slot + len(frontier)), dtype=bool)
+        for row, node in enumerate(frontier):
+            above = self._ancestors[graph.parents[node]]
+            visible[row, : len(above)] = above
+            visible[row, first_slot + row] = True
+            self._ancestors[node] = visible[row, : first_slot + row + 1]
+        tokens = np.array([graph.tokens[node] for node in frontier])
+        depths = self._lacking - 1 + np.array([graph.depths[node] for node in frontier])
+        return self._forward(tokens, depths, visible)
+
+    def _forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+        self.passes += 1
+        self.tokens_fed += len(tokens)
+        return self.engine.forward(self._vocabulary.to_draft(tokens), depths, visible)

@@ -1,0 +1,96 @@
+"""Preallocated keys and values: the committed text first, then the scratch slots of the pass being checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 256  # slots added when a layer is full, so that a long text is copied rarely
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's slots. Every layer keeps the whole text: windows are a matter of the mask, so they can be rewound."""
+
+    is_sliding = False
+
+    def __init__(self, capacity: int = GROWTH, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (self._allocate(states, self.capacity) for states in (key_states, value_states))
+        self.is_initialized = True
+
+    @staticmethod
+    def _allocate(states: Tensor, capacity: int) -> Tensor:
+        batch, heads, _, size = states.shape
+        return states.new_zeros((batch, heads, capacity, size))
+
+    def reserve(self, capacity: int) -> None:
+        if capacity <= self.capacity:
+            return
+        self.capacity = max(capacity, self.capacity + GROWTH)
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = self._allocate(old, self.capacity)
+                new[:, :, : self.length] = old[:, :, : self.length]
+                setattr(self, name, new)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[-2]
+        self.reserve(end)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def gather(self, start: int, slots: Tensor) -> None:
+        """Moves the given slots behind the first `start` ones and forgets the rest."""
+        end = start + len(slots)
+        if self.is_initialized:
+            for states in (self.keys, self.values):
+                states[:, :, start:end] = states[:, :, slots.to(states.device)]
+        self.length = end
+
+    def rewind(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """What a `transformers` model is given as `past_key_values`; layers appear as the model first writes them."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=SlotLayer)
+
+    def reserve(self, capacity: int) -> None:
+        for layer in self.layers:
+            layer.reserve(capacity)
+
+    def rewind(self, length: int) -> None:
+        for layer in self.layers:
+            layer.rewind(length)
+
+    def gather(self, start: int, slots: list[int]) -> None:
+        """Keeps the scratch slots `start + slots`, in that order, as text; a prefix stays where it is."""
+        if slots == list(range(len(slots))):
+            return self.rewind(start + len(slots))
+        index = start + torch.tensor(slots)
+        for layer in self.layers:
+            layer.gather(start, index)

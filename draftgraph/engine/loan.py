@@ -1,0 +1,53 @@
+"""The user's modules are only borrowed: whatever a pass needs changed is put back after it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+MASKABLE = ("sdpa", "eager")  # attention implementations that take any mask
+
+
+def unwrapped(model: Any) -> Any:
+    """The `transformers` module inside an adapter's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class Loan:
+    """While entered: no gradients, evaluation mode, attention that takes masks. May be entered again and again."""
+
+    def __init__(self, *models: Any) -> None:
+        modules = [module for model in models for module in model.modules()]
+        self._training = [module for module in modules if module.training]
+        self._attention = [
+            (config, config._attn_implementation, replacement)
+            for model in models
+            for config, replacement in _configs_to_switch(model)
+        ]
+        self._no_grad = torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._no_grad.__enter__()
+        for module in self._training:
+            module.training = False
+        for config, _, replacement in self._attention:
+            config._attn_implementation_internal = replacement
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for config, original, _ in self._attention:
+            config._attn_implementation_internal = original
+        for module in self._training:
+            module.training = True
+        self._no_grad.__exit__(kind, error, trace)
+
+
+def _configs_to_switch(model: Any) -> list[tuple[Any, str]]:
+    """Configurations whose attention cannot take a graph's mask, and the implementation to use instead."""
+    replacement = "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) else "eager"
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    implementations = ((config, getattr(config, "_attn_implementation", None)) for config in configs.values())
+    return [(config, replacement) for config, name in implementations if name is not None and name not in MASKABLE]

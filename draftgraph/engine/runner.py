@@ -1,0 +1,131 @@
+"""Runs a `transformers` model over tokens that need not be a sequence: nodes that see the text and their ancestors."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.engine.attention import graph_masks
+from draftgraph.engine.cache import SlotCache
+from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.rope import RopeSwitch
+from draftgraph.graph import Bools, Ints
+
+PREFILL_CHUNK = 2048
+
+
+class Engine(Protocol):
+    """What the decoder needs of a model: committed text, scratch nodes scored over it, and a commit."""
+
+    branching: bool  # False: nodes must form one chain
+    text: list[int]  # the committed tokens
+    scratch: int  # nodes scored since the last commit
+    device: torch.device
+
+    def reserve(self, capacity: int) -> None: ...
+
+    def prefill(self, tokens: list[int], chunk: int | None = None) -> None: ...
+
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor: ...
+
+    def commit(self, slots: list[int], tokens: list[int]) -> None: ...
+
+    def rewind(self, length: int) -> None: ...
+
+    def depth_limit(self, root: int) -> int | None: ...
+
+
+class EagerEngine:
+    """Plain forward passes of the user's own module, on its device and in its dtype."""
+
+    def __init__(self, model: Any, branching: bool = True) -> None:
+        self.model = model
+        self.branching = branching
+        self.text: list[int] = []
+        self.scratch = 0
+        self._scratch_depths: list[int] = []
+        self._cache = SlotCache()
+        self._config = model.config.get_text_config(decoder=True)
+        self._switch = RopeSwitch.of(model)
+        parameters = inspect.signature(unwrapped(model).forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+    def reserve(self, capacity: int) -> None:
+        self._cache.reserve(capacity)
+
+    def prefill(self, tokens: list[int], chunk: int | None = None) -> None:
+        """Commits tokens without looking at their logits."""
+        chunk = len(tokens) if self._switch else chunk or PREFILL_CHUNK
+        for start in range(0, len(tokens), max(chunk, 1)):
+            piece = tokens[start : start + chunk]
+            self._run(piece, range(len(piece)), None, keep=1)
+            self.commit(list(range(len(piece))), piece)
+
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+        """Logits [nodes, vocabulary] of nodes `depths` behind the text; row i of `visible` [nodes, scratch after
+        this pass] marks the scratch slots that node i sees, itself among them. All of the text is seen."""
+        if self._switch and not self.scratch and self._switch.crossed_by(len(self.text), len(self.text) + int(depths.max())):
+            self._recompute(int(tokens[0]))
+        sequential = self.scratch + np.arange(len(tokens))
+        is_chain = bool((depths == sequential).all()) and bool(visible.sum() == (sequential + 1).sum())
+        return self._run(tokens.tolist(), depths.tolist(), None if is_chain else visible)
+
+    def commit(self, slots: list[int], tokens: list[int]) -> None:
+        """Keeps the scratch slots of an accepted path as text; everything else of the scratch is forgotten."""
+        self._cache.gather(len(self.text), slots)
+        self.text.extend(tokens)
+        self.scratch = 0
+        self._scratch_depths.clear()
+
+    def rewind(self, length: int) -> None:
+        self._cache.rewind(length)
+        del self.text[length:]
+        self.scratch = 0
+        self._scratch_depths.clear()
+
+    def depth_limit(self, root: int) -> int | None:
+        """How far behind a root at this position one pass may reach; None: as far as wished."""
+        return self._switch.depth_limit(root) if self._switch else None
+
+    def _recompute(self, next_token: int) -> None:
+        # The switch looks at the largest position of a pass, so the next token must be in it.
+        text = self.text.copy()
+        self.rewind(0)
+        self._run([*text, next_token], range(len(text) + 1), None, keep=1)
+        self.commit(list(range(len(text))), text)
+
+    def _run(self, tokens: list[int], depths: Any, visible: Bools | None, keep: int = 0) -> Tensor:
+        device, length = self.device, len(self.text)
+        self._scratch_depths.extend(depths)
+        arguments: dict[str, Any] = {"input_ids": torch.tensor([tokens], device=device), "use_cache": True}
+        positions = length + torch.tensor(self._scratch_depths, device=device)
+        if self._takes_positions:
+            arguments["position_ids"] = positions[None, self.scratch :]
+        if keep and self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = keep
+        if visible is not None:
+            seen = torch.ones((len(tokens), length + len(positions)), dtype=torch.bool, device=device)
+            seen[:, length:] = torch.from_numpy(visible).to(device)
+            keys = torch.cat([torch.arange(length, device=device), positions])
+            arguments["attention_mask"] = graph_masks(
+                self._config, seen, positions[self.scratch :], keys, self.model.dtype
+            )
+        self._cache.rewind(length + self.scratch)  # drops what an interrupted pass may have left
+        logits = self.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
+        self.scratch += len(tokens)
+        return logits  # type: ignore[no-any-return]
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """How many tokens two texts share from the start."""
+    pairs = zip(first, second, strict=False)
+    return next((length for length, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

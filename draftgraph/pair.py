@@ -1,0 +1,164 @@
+"""A target, its draft and their tokenizer: prompts in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, overload
+
+import torch
+
+from draftgraph.config import GraphConfig
+from draftgraph.decoder import Decoding, GraphDecoder, fresh_seed
+from draftgraph.errors import UsageError
+from draftgraph.generation import context_window, prepare
+from draftgraph.models import check_same_tokens, load_model
+from draftgraph.stats import Stats
+from draftgraph.text import Messages, TextStream, decode, encode
+
+NEW_TOKENS = 256
+
+
+@dataclass
+class Output:
+    """A continuation: new tokens only, a final eos included; the text is without special tokens."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" or "length"
+    stats: Stats
+    logprobs: list[float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        shown = {"text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason}
+        return shown | {"stats": self.stats.to_dict()}
+
+
+@dataclass
+class Pair:
+    """Made by `draftgraph.load`.
+
+    >>> pair = draftgraph.load()                                    # doctest: +SKIP
+    >>> pair.generate("Why is the sky blue?", max_new_tokens=64)    # doctest: +SKIP
+    """
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+    config: GraphConfig = field(default_factory=GraphConfig)
+
+    @cached_property
+    def decoder(self) -> GraphDecoder:
+        return GraphDecoder(self.target, self.draft, config=self.config)
+
+    @overload
+    def generate(self, prompt: str | Messages, **arguments: Any) -> Output: ...
+
+    @overload
+    def generate(self, prompt: list[str], **arguments: Any) -> list[Output]: ...
+
+    def generate(self, prompt: str | Messages | list[str], **arguments: Any) -> Output | list[Output]:
+        """Answers a prompt, a chat (a list of messages) or a list of prompts.
+
+        `raw=True` skips the chat template. Greedy unless `temperature` is given. Takes `config=GraphConfig(...)` and
+        the arguments of `GraphDecoder.generate`: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
+        `repetition_penalty`, `seed`, `logits_processor`, `stopping_criteria`, `stop_strings`, `streamer`, ...
+        """
+        if isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt):
+            arguments.setdefault("seed", fresh_seed())
+            return [self.generate(one, **arguments) for one in prompt]  # type: ignore[arg-type]
+        streamer = arguments.pop("streamer", None)
+        decoding = self.start(prompt, **arguments)  # type: ignore[arg-type]
+        if streamer is not None:
+            streamer.put(decoding.prefix.view.cpu())
+        for tokens in decoding:
+            if streamer is not None:
+                for token in tokens:
+                    streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        return self.output(decoding)
+
+    def stream(self, prompt: str | Messages, **arguments: Any) -> Iterator[str]:
+        """The text as it comes, never half a character; takes what `generate` takes."""
+        decoding = self.start(prompt, **arguments)
+        yield from self.pieces(decoding)
+
+    def pieces(self, decoding: Decoding) -> Iterator[str]:
+        text = TextStream(self.tokenizer)
+        for tokens in decoding:
+            if piece := text.push(tokens):
+                yield piece
+        if piece := text.push([], last=True):
+            yield piece
+
+    def start(
+        self,
+        prompt: str | Messages,
+        *,
+        raw: bool = False,
+        config: GraphConfig | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        do_sample: bool | None = None,
+        seed: int | None = None,
+        logprobs: bool = False,
+        reuse_cache: bool = False,
+        **arguments: Any,
+    ) -> Decoding:
+        """A decoding to iterate over, for callers that want every step."""
+        if temperature is not None and temperature < 0:
+            raise UsageError(f"temperature must be 0 (greedy) or more, not {temperature}")
+        if self.tokenizer is None:
+            raise UsageError("this pair has no tokenizer: use GraphDecoder with token ids")
+        if do_sample is None:
+            do_sample = bool(temperature)
+        if do_sample and temperature:
+            arguments["temperature"] = float(temperature)
+        ids = torch.tensor([encode(self.tokenizer, prompt, raw)], device=self.target.device)
+        if max_new_tokens is None:
+            room = (context_window(self.target) or ids.shape[1] + NEW_TOKENS) - ids.shape[1]
+            max_new_tokens = max(1, min(NEW_TOKENS, room))
+        given = {name: value for name, value in arguments.items() if value is not None}
+        given |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
+        request = prepare(self.target, ids, self.tokenizer, **given)
+        seed = fresh_seed() if seed is None else seed
+        return self.decoder.start(request, 0, seed, logprobs=logprobs, config=config, reuse_cache=reuse_cache)
+
+    def output(self, decoding: Decoding) -> Output:
+        """What a decoding has produced so far."""
+        ids = decoding.new_tokens
+        logprobs = decoding.outputs.logprobs if decoding.outputs.keep_logprobs else None
+        reason = decoding.finish_reason or "length"
+        return Output(decode(self.tokenizer, ids), ids, reason, decoding.stats, logprobs)
+
+
+def load(
+    target: Any = None,
+    draft: Any = None,
+    *,
+    device: Any = None,
+    dtype: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quantization_config: Any = None,
+    device_map: Any = None,
+    **model_kwargs: Any,
+) -> Pair:
+    """Loads a target and its draft: hub names, folders, GGUF files or modules; without arguments, the default model.
+
+    `draft="self"` lets the target draft for itself, which is slow and good for looking at graphs.
+    """
+    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "device_map": device_map}
+    target_model, tokenizer = load_model(
+        target, role="target", revision=revision, quantization_config=quantization_config, **options, **model_kwargs
+    )
+    if draft is None:
+        return Pair(target_model, None, tokenizer)
+    if draft is target_model or (isinstance(draft, str) and draft in ("self", target)):
+        return Pair(target_model, target_model, tokenizer)
+    draft_model, draft_tokenizer = load_model(draft, role="draft", **options)
+    if tokenizer is not None and draft_tokenizer is not None:
+        check_same_tokens(tokenizer, draft_tokenizer)
+    return Pair(target_model, draft_model, tokenizer)

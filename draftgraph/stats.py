@@ -1,0 +1,88 @@
+"""Figures of a generation, gathered step by step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from draftgraph.trace import Step
+
+Phase = Literal["prefill", "draft", "verify", "other"]
+SOURCES = ("draft", "merged", "copied", "recycled")
+
+
+@dataclass
+class Stats:
+    """What was drafted, verified and accepted, and where the time went."""
+
+    steps: int = 0  # target passes, prefill apart
+    new_tokens: int = 0
+    prompt_tokens: int = 0
+    draft_passes: int = 0
+    draft_tokens: int = 0  # tokens that the draft model was fed
+    verified_tokens: int = 0  # tree nodes that the target scored, roots included
+    accepted_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    accepted_by_depth: dict[int, int] = field(default_factory=dict)
+    rejected_by: dict[str, int] = field(default_factory=dict)  # why the target's token was not in the tree
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
+    )
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """New tokens per target pass, the bonus token included."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_by_source.values())
+
+    @property
+    def merged_share(self) -> float:
+        """How much of the accepted drafts came without drafting: merged, copied or recycled."""
+        return 1.0 - self.accepted_by_source["draft"] / self.accepted if self.accepted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: prefill apart."""
+        decoding = sum(self.seconds.values()) - self.seconds["prefill"]
+        return self.new_tokens / decoding if decoding else 0.0
+
+    @contextmanager
+    def clock(self, phase: Phase) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+    def count(self, step: Step) -> None:
+        self.steps += 1
+        self.new_tokens += len(step.tokens)
+        self.verified_tokens += len(step.tree)
+        for node in step.path:
+            self.accepted_by_source[step.tree.sources[node]] += 1
+        for depth in range(1, len(step.path) + 1):
+            self.accepted_by_depth[depth] = self.accepted_by_depth.get(depth, 0) + 1
+        if len(step.graph) > 1 and (reason := step.rejection) is not None:
+            self.rejected_by[reason] = self.rejected_by.get(reason, 0) + 1
+
+    def __add__(self, other: Stats) -> Stats:
+        """Figures of two generations together."""
+        total = Stats()
+        for name, value in vars(self).items():
+            added = getattr(other, name)
+            total.__dict__[name] = dict(Counter(value) + Counter(added)) if isinstance(value, dict) else value + added
+        for source in SOURCES:
+            total.accepted_by_source.setdefault(source, 0)
+        for phase in self.seconds:
+            total.seconds.setdefault(phase, 0.0)
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = ("mean_accepted_length", "merged_share", "tokens_per_second")
+        return vars(self) | {name: getattr(self, name) for name in derived}
