@@ -13,18 +13,22 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from draftgraph.config import GraphConfig
     from draftgraph.cost import CostModel
-    from draftgraph.decoder import GraphDecoder, GraphOutput, custom_generate
+    from draftgraph.decoder import GraphDecoder
     from draftgraph.errors import DraftGraphError, LoadError, UnsupportedModelError, UsageError
     from draftgraph.graph import TokenGraph, TokenTree
+    from draftgraph.hook import custom_generate
+    from draftgraph.output import GraphOutput
     from draftgraph.pair import Output, Pair, load
     from draftgraph.stats import Stats
 
 _HOME = {
     "config": ("GraphConfig",),
     "cost": ("CostModel",),
-    "decoder": ("GraphDecoder", "GraphOutput", "custom_generate"),
+    "decoder": ("GraphDecoder",),
     "errors": ("DraftGraphError", "LoadError", "UnsupportedModelError", "UsageError"),
     "graph": ("TokenGraph", "TokenTree"),
+    "hook": ("custom_generate",),
+    "output": ("GraphOutput",),
     "pair": ("Output", "Pair", "load"),
     "stats": ("Stats",),
 }

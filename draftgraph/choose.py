@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from draftgraph.errors import DraftGraphError
 from draftgraph.graph import ROOT, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
 
@@ -70,9 +69,16 @@ class Outputs:
     def wanted(self) -> bool:
         return self.keep_scores or self.keep_logits or self.keep_logprobs
 
+    @property
+    def scores_so_far(self) -> tuple[Tensor, ...] | None:
+        """What `generate` shows to stop conditions."""
+        return tuple(self.scores) if self.keep_scores else None
+
 
 class Chooser(Protocol):
     """Walks a verified tree token by token."""
+
+    outputs: Outputs
 
     def tokens(self, tree: TokenTree, logits: Tensor, prefix: Prefix) -> Iterator[int]:
         """The target's token at the root, then at the child of that token, for as long as there is one."""
@@ -136,13 +142,19 @@ class RejectionChooser:
     def choose(self, p: Tensor, node: int, drafted: int | None, position: int) -> int:
         rest = p
         if drafted is not None:
-            q = torch.softmax(self.drafted[node].double() / self.temperature, dim=-1)
+            q = self.draft_probabilities(node, drafted, p)
             chance = self.noise.uniform(position, 1, p.device, ACCEPTANCE)
             if bool(chance * q[drafted] < p[drafted]):
                 return drafted
             rest = (p - q).clamp_min(0.0)
             rest = rest if float(rest.sum()) > 0 else p
         return int((rest.log() + self.noise.gumbel(position, len(rest), rest.device, RESIDUAL)).argmax())
+
+    def draft_probabilities(self, node: int, drafted: int, p: Tensor) -> Tensor:
+        """With what chances the token was drafted; one that was copied from the text could be no other."""
+        if node not in self.drafted:
+            return torch.zeros_like(p).index_fill_(0, torch.tensor(drafted, device=p.device), 1.0)
+        return torch.softmax(self.drafted[node].to(p.device, torch.float64) / self.temperature, dim=-1)
 
     def perturb(self, temperature: float) -> DraftNoise:
         return DraftNoise(self.noise, temperature, DRAFT)
@@ -164,7 +176,7 @@ class DraftNoise:
 def process(processors: LogitsProcessorList, logits: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:
     """Scores of one node, raw and as the processors leave them on the true prefix. # [1, vocabulary] each"""
     raw = logits[None].to(device=prefix.ids.device, dtype=torch.float32)
-    return raw, processors(prefix.view, raw.clone()) if processors else raw
+    return raw, processors(prefix.view, raw.clone()) if processors else raw  # type: ignore[arg-type]
 
 
 @dataclass
@@ -178,8 +190,6 @@ class Walk:
 
 def walk(tree: TokenTree, logits: Tensor, chooser: Chooser, prefix: Prefix, criteria: StoppingCriteriaList) -> Walk:
     """Follows the target's choices from the root; the first one that is no child is the bonus token."""
-    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-        raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
     path: list[int] = []
     tokens: list[int] = []
     node = ROOT
@@ -190,8 +200,6 @@ def walk(tree: TokenTree, logits: Tensor, chooser: Chooser, prefix: Prefix, crit
         if child is not None:
             path.append(child)
             node = child
-        if bool(criteria(prefix.view, None).all()):  # type: ignore[arg-type]
+        if bool(criteria(prefix.view, chooser.outputs.scores_so_far).all()):
             return Walk(path, tokens, stopped=True)
     return Walk(path, tokens, stopped=False)
-
-

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+
+NODE_PRICES = {"cpu": 0.25, "cuda": 0.0}  # in target passes
 
 
 @runtime_checkable
@@ -22,14 +26,12 @@ class FlatCost:
     about one; a CPU is bound by arithmetic and pays for every node.
     """
 
-    PRICES = {"cpu": 0.25, "cuda": 0.0}
-
     def __init__(self, price: float) -> None:
         self.price = price
 
     @classmethod
     def for_device(cls, device: torch.device) -> FlatCost:
-        return cls(cls.PRICES.get(device.type, 0.0))
+        return cls(NODE_PRICES.get(device.type, 0.0))
 
     def floor(self) -> float:
         return self.price

@@ -23,21 +23,9 @@ from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.generation import Request, prepare, unpadded_rows
 from draftgraph.graph import TokenGraph, TokenTree
 from draftgraph.noise import KeyedNoise
+from draftgraph.output import GraphOutput, gathered
 from draftgraph.stats import Stats
 from draftgraph.trace import Observer, Step
-
-
-@dataclass
-class GraphOutput:
-    """What `generate` gives back. `sequences` is as `transformers` returns it, the prompt included."""
-
-    sequences: Tensor  # [rows, length], right-padded
-    stats: Stats
-    finish_reasons: list[str]
-    new_token_ids: list[list[int]]
-    logprobs: list[list[float]] | None = None  # of the emitted tokens, under the target's raw logits
-    scores: tuple[Tensor, ...] | None = None
-    logits: tuple[Tensor, ...] | None = None
 
 
 class Decoding:
@@ -278,74 +266,6 @@ class GraphDecoder:
         return ids.to(self.target_engine.device)
 
 
-def gathered(decodings: list[Decoding], prompts: Tensor) -> GraphOutput:
-    """Rows as `generate` returns them: prompts as given, then the new tokens, padded to one length."""
-    prompts = prompts[None] if prompts.dim() == 1 else prompts
-    prompts = prompts.repeat_interleave(len(decodings) // len(prompts), dim=0)
-    longest = max(len(decoding.new_tokens) for decoding in decodings)
-    sequences = prompts.new_full((len(decodings), prompts.shape[1] + longest), decodings[0].request.pad_id)
-    sequences[:, : prompts.shape[1]] = prompts
-    for row, decoding in enumerate(decodings):
-        new = torch.tensor(decoding.new_tokens)
-        sequences[row, prompts.shape[1] : prompts.shape[1] + len(new)] = new
-    outputs = [decoding.outputs for decoding in decodings]
-    stats = decodings[0].stats
-    for decoding in decodings[1:]:
-        stats = stats + decoding.stats
-    return GraphOutput(
-        sequences,
-        stats,
-        [decoding.finish_reason or "length" for decoding in decodings],
-        [decoding.new_tokens for decoding in decodings],
-        [kept.logprobs for kept in outputs] if outputs[0].keep_logprobs else None,
-        by_step([kept.scores for kept in outputs]) if outputs[0].keep_scores else None,
-        by_step([kept.logits for kept in outputs]) if outputs[0].keep_logits else None,
-    )
-
-
-def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """One tensor [rows, vocabulary] per step, as `generate` has them; rows that ended early repeat their last."""
-    longest = max(len(row) for row in rows)
-    return tuple(torch.cat([row[min(step, len(row) - 1)] for row in rows]) for step in range(longest))
-
-
 def fresh_seed() -> int:
     """From torch's generator, so that `torch.manual_seed` makes a run repeatable."""
     return int(torch.randint(0, 2**62, ()).item())
-
-
-def custom_generate(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    draft_model: Any = None,
-    graph_config: GraphConfig | None = None,
-    seed: int | None = None,
-    **model_kwargs: Any,
-) -> Any:
-    """For `target.generate(**inputs, custom_generate=draftgraph.custom_generate, draft_model=draft)`.
-
-    `generate` passes callables neither a streamer nor a tokenizer: use GraphDecoder for those.
-    """
-    from transformers.generation.utils import GenerateDecoderOnlyOutput
-
-    from draftgraph.generation import capture, refuse_fields
-
-    refuse_fields(model, {"generation_config": generation_config})
-    request = capture(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-    decoder = GraphDecoder(model, draft_model, config=graph_config or GraphConfig())
-    seed = fresh_seed() if seed is None else seed
-    decodings = []
-    for row in range(len(input_ids)):
-        decoding = decoder.start(request, row, seed)
-        for _ in decoding:
-            pass
-        decodings.append(decoding)
-    result = gathered(decodings, input_ids)
-    if not generation_config.return_dict_in_generate:
-        return result.sequences
-    return GenerateDecoderOnlyOutput(sequences=result.sequences, scores=result.scores, logits=result.logits)
-
-

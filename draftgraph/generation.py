@@ -24,45 +24,10 @@ from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 
 from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import UsageError
+from draftgraph.fields import HONOURED, OTHER_METHODS, REFUSED, UNSET_BY_GENERATE, WITHOUT_EFFECT, setting
 
-HONOURED = frozenset(
-    "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p min_p "
-    "top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias "
-    "guidance_scale watermarking_config num_return_sequences output_scores output_logits return_dict_in_generate "
-    "pad_token_id bos_token_id eos_token_id prefill_chunk_size use_cache".split()
-)
-# Without beams or an assistant these change nothing, here as in `generate`.
-WITHOUT_EFFECT = frozenset(
-    "early_stopping length_penalty decoder_start_token_id num_assistant_tokens num_assistant_tokens_schedule "
-    "assistant_confidence_threshold max_matching_ngram_size assistant_lookbehind target_lookbehind "
-    "assistant_ensemble_weight compile_config disable_compile".split()
-)
-REFUSED = {
-    "num_beams": "draftgraph decodes one beam",
-    "num_beam_groups": "draftgraph decodes one beam",
-    "diversity_penalty": "draftgraph decodes one beam",
-    "constraints": "draftgraph decodes one beam",
-    "force_words_ids": "draftgraph decodes one beam",
-    "penalty_alpha": "contrastive search is another method",
-    "low_memory": "contrastive search is another method",
-    "dola_layers": "DoLa is another method",
-    "prompt_lookup_num_tokens": 'mode="auto" copies from the text by itself',
-    "assistant_early_exit": "pass a draft model instead",
-    "speculation_type": "draftgraph has its own drafting: see GraphConfig",
-    "use_mtp": "draftgraph has its own drafting: see GraphConfig",
-    "is_assistant": "draftgraph decodes a target, not an assistant",
-    "token_healing": "heal the prompt with target.heal_tokens before generating",
-    "cache_implementation": "draftgraph keeps its own cache",
-    "cache_config": "draftgraph keeps its own cache",
-    "max_cache_len": "draftgraph keeps its own cache",
-    "continuous_batching_config": "draftgraph keeps its own cache",
-    "output_attentions": "a token graph has no attention matrix of the text",
-    "output_hidden_states": "only logits and scores are kept: output_logits, output_scores",
-}
-PASSED_ALONG = frozenset("attention_mask position_ids past_key_values use_cache logits_to_keep".split())
-OWN_METHOD = frozenset("assistant_model assistant_tokenizer custom_generate inputs_embeds".split())
+# What `generate` adds to every request by itself.
+PASSED_ALONG = frozenset(("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"))
 
 
 @dataclass(frozen=True)
@@ -114,10 +79,15 @@ def capture(
     **model_kwargs: Any,
 ) -> Request:
     """Stands in for a decoding method of `generate`: takes what was prepared and decodes nothing."""
-    extra = [name for name, value in model_kwargs.items() if value is not None and name not in PASSED_ALONG]
+    extra = [name for name, value in model_kwargs.items() if name not in PASSED_ALONG and not is_absent(value)]
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        extra.append("past_key_values")
     if extra:
         raise UsageError(f"{extra[0]} cannot be used with draftgraph: pass input_ids and attention_mask only")
     mask = model_kwargs.get("attention_mask")
+    if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise UsageError("attention_mask hides more than padding on the left: pad with tokenizer.padding_side='left'")
     request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config)
     refuse_past_window(model, request)
     return request
@@ -129,23 +99,30 @@ def prepare(target: Any, input_ids: Tensor, tokenizer: Any = None, **arguments: 
     refuse_fields(model, arguments)
     with own_stop_strings(model, arguments, tokenizer) as arguments:
         mask = torch.ones_like(input_ids)
-        return model.generate(input_ids, attention_mask=mask, custom_generate=capture, **arguments)  # type: ignore[no-any-return]
+        try:
+            return model.generate(input_ids, attention_mask=mask, custom_generate=capture, **arguments)  # type: ignore[no-any-return]
+        except UsageError:
+            raise
+        except ValueError as error:  # a value out of range, or an argument that the model does not have
+            raise UsageError(str(error).strip().splitlines()[0]) from error
+
+
+def is_absent(value: Any) -> bool:
+    """`generate` hands models for pictures an empty dictionary where there are none."""
+    return value is None or (isinstance(value, dict) and not value)
 
 
 def refuse_fields(model: Any, arguments: dict[str, Any]) -> None:
     """Refuses, by name, what would silently be something else here."""
-    for name in OWN_METHOD & arguments.keys():
+    for name in sorted(OTHER_METHODS & arguments.keys()):
         if arguments[name] is not None:
             raise UsageError(f"{name} cannot be used with draftgraph: give GraphDecoder token ids and a draft model")
-    configs = (arguments.get("generation_config"), model.generation_config)
     defaults = GenerationConfig()._get_default_generation_params()
-    names = REFUSED.keys() | vars(GenerationConfig()).keys() | {name for config in configs if config for name in vars(config)}
-    for name in names - HONOURED - WITHOUT_EFFECT - {"transformers_version"}:
-        if name.startswith("_"):
-            continue
-        values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
-        value = next((value for value in values if value is not None), None)
-        if value is not None and value is not False and value != defaults.get(name):
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    for name in sorted((fields | REFUSED.keys()) - HONOURED - WITHOUT_EFFECT):
+        value = setting(name, model, arguments)
+        is_default = value is None or value is False or value == defaults.get(name)
+        if not is_default and (name, value) != UNSET_BY_GENERATE:
             reason = REFUSED.get(name, "this field is not known to draftgraph")
             raise UsageError(f"{name}={value!r} cannot be used with draftgraph: {reason}")
     new_tokens = arguments.get("max_new_tokens")
@@ -162,7 +139,9 @@ def refuse_past_window(model: Any, request: Request) -> None:
     if window is None or longest <= window:
         return
     if prompt >= window:
-        raise UsageError(f"the prompt has {prompt} tokens, the model's context window holds {window}: shorten the prompt")
+        raise UsageError(
+            f"the prompt has {prompt} tokens, the model's context window holds {window}: shorten the prompt"
+        )
     raise UsageError(
         f"{prompt} prompt tokens and {longest - prompt} new ones pass the model's context window of {window}: "
         f"ask for at most {window - prompt} new tokens"
@@ -184,7 +163,7 @@ def own_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> I
     given = arguments.get("generation_config")
     configs = [config for config in (given, model.generation_config) if config is not None]
     originals = [config.stop_strings for config in configs]
-    strings = arguments.get("stop_strings") or next((found for found in originals if found), None)
+    strings = setting("stop_strings", model, arguments)
     arguments = {name: value for name, value in arguments.items() if name != "stop_strings"}
     if strings:
         if tokenizer is None:
@@ -202,25 +181,33 @@ def own_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> I
 
 def unpadded_rows(input_ids: Any, attention_mask: Tensor | None, config: GenerationConfig) -> list[Tensor]:
     """The rows of a left-padded batch without their padding, each [1, length]."""
-    ids = torch.as_tensor(input_ids)
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"input_ids must be rows of one length, padded on the left: {error}") from error
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.is_floating_point():
         raise UsageError(f"input_ids must be whole numbers of shape [batch, length], not {list(ids.shape)} {ids.dtype}")
-    if attention_mask is None:
-        attention_mask = inferred_mask(ids, config)
-    mask = torch.as_tensor(attention_mask).to(ids.device).bool().reshape(ids.shape)
-    if not bool(mask[:, -1:].all()):
-        raise UsageError("input_ids are padded on the right: pad on the left (tokenizer.padding_side='left')")
-    rows = [row[seen][None] for row, seen in zip(ids, mask, strict=True)]
-    if any(row.shape[1] == 0 for row in rows) or not rows:
+    if ids.numel() == 0:
         raise UsageError("the prompt is empty: give at least one token")
-    return rows
+    mask = inferred_mask(ids, config) if attention_mask is None else torch.as_tensor(attention_mask)
+    if mask.numel() != ids.numel():
+        raise UsageError(
+            f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}: make them the same"
+        )
+    mask = mask.to(ids.device).bool().reshape(ids.shape)
+    if not bool(mask[:, -1].all()):
+        raise UsageError("input_ids are padded on the right: pad on the left (tokenizer.padding_side='left')")
+    return [row[seen][None] for row, seen in zip(ids, mask, strict=True)]
 
 
 def inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor:
     """As `generate` infers it: padding is the pad token, unless that also ends a text."""
     pad, eos = config.pad_token_id, config.eos_token_id
-    ends = set(eos) if isinstance(eos, list) else {eos}
+    ends = eos if isinstance(eos, list) else [eos]
     if pad is None or pad in ends:
         return torch.ones_like(ids)
-    return torch.cumsum(ids != pad, dim=1) > 0
+    mask: Tensor = ids != pad
+    if len(ids) == 1:
+        mask[:, -1] = True  # a prompt alone needs no padding on the right: that is its text
+    return mask

@@ -83,6 +83,8 @@ class TokenGraph:
         self.canonical = [ROOT]  # itself, or the node that it is an alias of
         self.aliases: dict[int, list[int]] = {}
         self.dropped: set[tuple[int, int]] = set()  # (parent, token) cut by sibling pruning
+        self.crowded_out: set[tuple[int, int]] = set()  # (parent, token) cut by the bound on nodes
+        self.weak_siblings: set[int] = set()  # leaves by sibling pruning
         self.drafted: set[int] = set()  # expanded by a draft model, which ranks every token
         self._first_with: dict[tuple[int, ...], int] = {}
         if config.merges:
@@ -110,43 +112,38 @@ class TokenGraph:
     def extend(self, frontier: list[int], scores: Floats, tokens: Ints, probs: Floats, source: Source) -> None:
         """Adds proposed children, `tokens` and `probs` of shape [frontier, k], best first across the frontier."""
         probs = np.where(tokens == NO_TOKEN, 0.0, probs)
-        dropped, leaf = self.prune(probs) if source == "draft" else (probs < 0, probs < 0)
+        weak, improbable = np.zeros_like(probs, dtype=bool), np.zeros_like(probs, dtype=bool)
         if source == "draft":
             self.drafted.update(frontier)
+            weak, improbable = self.prune(probs)
         order = np.argsort(-(probs * scores[:, None]).ravel(), kind="stable")
         rows, ranks = np.unravel_index(order, probs.shape)
+        columns = (tokens, probs, weak, improbable)
+        candidates = zip(rows.tolist(), *(column[rows, ranks].tolist() for column in columns), strict=True)
         room = self.max_nodes - (len(self) if self.config.growth == "level" else 0)
-        candidates = zip(
-            rows.tolist(),
-            tokens[rows, ranks].tolist(),
-            probs[rows, ranks].tolist(),
-            dropped[rows, ranks].tolist(),
-            leaf[rows, ranks].tolist(),
-            strict=True,
-        )
-        for row, token, prob, is_dropped, is_leaf in candidates:
+        for row, token, prob, is_weak, is_improbable in candidates:
+            parent = frontier[row]
             if prob <= 0.0:
                 break
-            if is_dropped:
-                self.dropped.add((frontier[row], token))
-            elif room > 0:
-                room -= self.add(frontier[row], token, prob, source, is_leaf)
+            if is_weak and self.config.sibling_pruning == "drop":
+                self.dropped.add((parent, token))
+            elif room <= 0:
+                self.crowded_out.add((parent, token))
+            elif self.add(parent, token, prob, source, leaf=is_weak or is_improbable):
+                room -= 1
+                if is_weak:
+                    self.weak_siblings.add(len(self) - 1)
 
     def prune(self, probs: Floats) -> tuple[Bools, Bools]:
-        """Which children [frontier, k] are dropped by sibling pruning, and which are kept only as leaves."""
+        """Which children [frontier, k] are far behind their best sibling, and which are improbable by themselves."""
         best = probs.max(axis=1, initial=0.0, keepdims=True)
-        weak_sibling = probs < self.config.theta_sib * best
-        improbable = probs < self.config.theta_prob
-        if self.config.sibling_pruning == "leaf":
-            return np.zeros_like(weak_sibling), improbable | weak_sibling
-        return weak_sibling, improbable
+        return probs < self.config.theta_sib * best, probs < self.config.theta_prob
 
     def add(self, parent: int, token: int, prob: float, source: Source, leaf: bool = False) -> bool:
         """Adds one child, merging it where its n-gram is known; False if the token is there or the parent is full."""
         siblings = self.children_of(parent)
         if token in siblings:
-            known = siblings[token]
-            self.probs[known] = max(self.probs[known], prob)
+            self._confirm(siblings[token], prob, leaf)
             return False
         if len(siblings) >= self.config.k:
             return False
@@ -163,6 +160,14 @@ class TokenGraph:
         if self.config.merges and not leaf:
             self.merge(node)
         return True
+
+    def _confirm(self, node: int, prob: float, leaf: bool) -> None:
+        """A second source proposes a node that is there: it counts for the better of the two."""
+        self.probs[node] = max(self.probs[node], prob)
+        if self.states[node] is State.LEAF and not leaf:
+            self.states[node] = State.OPEN
+            if self.config.merges:
+                self.merge(node)
 
     def merge(self, node: int) -> None:
         """Makes the node an alias of the first node with its last tau tokens, unless that would close a cycle."""

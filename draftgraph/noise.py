@@ -41,7 +41,7 @@ class KeyedNoise:
         for shift, factor in MIX:
             bits = (bits ^ shift_right(bits, shift)) * signed(factor)
         bits = bits ^ shift_right(bits, 31)
-        return (shift_right(bits, 11).double() + 0.5) * 2.0**-53
+        return (shift_right(bits, 12).double() + 0.5) * 2.0**-52  # 53 bits in all, so exact: never 0 or 1
 
     def gumbel(self, position: int, size: int, device: torch.device, stream: int = CHOICE) -> Tensor:
         """Noise that turns an argmax over log-probabilities into an exact sample. # [size] float64"""

@@ -45,7 +45,7 @@ class TextStream:
         self._ids.extend(tokens)
         before = decode(self._tokenizer, self._ids[self._context : self._shown])
         now = decode(self._tokenizer, self._ids[self._context :])
-        if now.endswith(HALF_A_CHARACTER) and not last:
+        if now == before or (now.endswith(HALF_A_CHARACTER) and not last):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
         return now[len(before) :]

@@ -30,12 +30,12 @@ class Step:
             return None
         graph = self.graph
         here = graph.canonical[int(self.tree.nodes[node])]
-        if token in graph.children[here]:
+        if token in graph.children[here] or (here, token) in graph.crowded_out:
             return "budget"
         if (here, token) in graph.dropped:
             return "theta_sib"
         if graph.states[here] is State.LEAF:
-            return "theta_prob"
+            return "theta_sib" if here in graph.weak_siblings else "theta_prob"
         if graph.states[here] is State.OPEN:
             return "budget"
         return "k" if here in graph.drafted else "not drafted"

@@ -21,6 +21,7 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+    "tie_word_embeddings": False,
 }
 MHA = SMALL | {"num_key_value_heads": 4}
 
@@ -43,7 +44,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "phi3": _phi3,
     "gpt2": lambda: tf.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=2400, bos_token_id=None, eos_token_id=None
+        vocab_size=VOCAB,
+        tie_word_embeddings=False,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=2400,
+        bos_token_id=None,
+        eos_token_id=None,
     ),
     "gpt_neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
     "opt": lambda: tf.OPTConfig(
@@ -54,31 +62,46 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_attention_heads=4,
         max_position_embeddings=2400,
         word_embed_proj_dim=32,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     ),
     "falcon": lambda: tf.FalconConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=None, eos_token_id=None
+        tie_word_embeddings=False,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
     ),
     "stablelm": lambda: tf.StableLmConfig(**SMALL),
     "cohere": lambda: tf.CohereConfig(**SMALL),
     "granite": lambda: tf.GraniteConfig(**SMALL),
     "mixtral": lambda: tf.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "bloom": lambda: tf.BloomConfig(
-        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+        vocab_size=VOCAB,
+        tie_word_embeddings=False,
+        hidden_size=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=None,
     ),
 }
 
 
-def target_of(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A model whose next token is not always the same: random weights, widened so that logits differ clearly."""
+def target_of(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, sharpness: float = 3.0) -> Any:
+    """A model with something to say: random weights, logits spread so that some tokens are likely and some are not."""
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(FAMILIES[family]()).to(dtype).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.dim() > 1:
-                weight.mul_(6.0 if "embed" in name or "wte" in name else 3.0)
+                weight.mul_(3.0)
+        probe = torch.randint(0, VOCAB, (1, 64), generator=torch.Generator().manual_seed(seed))
+        model.get_output_embeddings().weight.mul_(sharpness / model(probe).logits.std())
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, capacity: int = GROWTH, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.capacity = capacity
         self.length = 0
 
@@ -30,6 +30,11 @@ class SlotLayer(CacheLayerMixin):
     def _allocate(states: Tensor, capacity: int) -> Tensor:
         batch, heads, _, size = states.shape
         return states.new_zeros((batch, heads, capacity, size))
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def reserve(self, capacity: int) -> None:
         if capacity <= self.capacity:
@@ -47,16 +52,17 @@ class SlotLayer(CacheLayerMixin):
         self.reserve(end)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
+        keys, values = self.slots
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return keys[:, :, :end], values[:, :, :end]
 
     def gather(self, start: int, slots: Tensor) -> None:
         """Moves the given slots behind the first `start` ones and forgets the rest."""
         end = start + len(slots)
         if self.is_initialized:
-            for states in (self.keys, self.values):
+            for states in self.slots:
                 states[:, :, start:end] = states[:, :, slots.to(states.device)]
         self.length = end
 
@@ -79,12 +85,16 @@ class SlotCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=SlotLayer)
 
+    @property
+    def slot_layers(self) -> list[SlotLayer]:
+        return cast(list[SlotLayer], self.layers)
+
     def reserve(self, capacity: int) -> None:
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.reserve(capacity)
 
     def rewind(self, length: int) -> None:
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.rewind(length)
 
     def gather(self, start: int, slots: list[int]) -> None:
@@ -92,5 +102,5 @@ class SlotCache(Cache):
         if slots == list(range(len(slots))):
             return self.rewind(start + len(slots))
         index = start + torch.tensor(slots)
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.gather(start, index)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +45,19 @@ class Loan:
         for module in self._training:
             module.training = True
         self._no_grad.__exit__(kind, error, trace)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode, and the training flags of every module as they were after it."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _configs_to_switch(model: Any) -> list[tuple[Any, str]]:

@@ -24,7 +24,9 @@ class Engine(Protocol):
     branching: bool  # False: nodes must form one chain
     text: list[int]  # the committed tokens
     scratch: int  # nodes scored since the last commit
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     def reserve(self, capacity: int) -> None: ...
 
@@ -73,7 +75,11 @@ class EagerEngine:
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
         """Logits [nodes, vocabulary] of nodes `depths` behind the text; row i of `visible` [nodes, scratch after
         this pass] marks the scratch slots that node i sees, itself among them. All of the text is seen."""
-        if self._switch and not self.scratch and self._switch.crossed_by(len(self.text), len(self.text) + int(depths.max())):
+        if (
+            self._switch
+            and not self.scratch
+            and self._switch.crossed_by(len(self.text), len(self.text) + int(depths.max()))
+        ):
             self._recompute(int(tokens[0]))
         sequential = self.scratch + np.arange(len(tokens))
         is_chain = bool((depths == sequential).all()) and bool(visible.sum() == (sequential + 1).sum())

@@ -1,0 +1,60 @@
+"""The commands of `draftgraph`, put together. Nothing here imports torch: `--help` must be quick."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from draftgraph import __version__
+from draftgraph.cli.chat import chat
+from draftgraph.cli.command import register
+from draftgraph.cli.compare import compare
+from draftgraph.cli.doctor import DOCTOR_OPTIONS, doctor
+from draftgraph.cli.errors import INTERRUPTED, WRONG_USE, complain, usage_line
+from draftgraph.cli.generate import generate
+from draftgraph.cli.inspect import INSPECT_DEFAULTS, inspect
+
+EPILOG = "Every option can also be set in the environment, --max-nodes as DRAFTGRAPH_MAX_NODES, or in a --config file."
+
+app = typer.Typer(name="draftgraph", epilog=EPILOG, pretty_exceptions_enable=False)
+for function in (generate, chat, compare):
+    register(app, function)
+register(app, inspect, **INSPECT_DEFAULTS)
+register(app, doctor, only=DOCTOR_OPTIONS)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"draftgraph {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def draftgraph(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit", is_eager=True, callback=print_version)
+    ] = False,
+) -> None:
+    """Graph-structured speculative decoding: the same answer of a large language model, several times faster."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(WRONG_USE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
+    try:
+        status = app(arguments, prog_name="draftgraph", standalone_mode=False)
+    except typer.TyperException as error:
+        complain(usage_line(error))
+        return error.exit_code
+    except typer.Abort:
+        return INTERRUPTED
+    return status if isinstance(status, int) else 0

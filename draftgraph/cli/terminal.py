@@ -1,0 +1,86 @@
+"""Text in from arguments and stdin, text out to stdout; everything that is not the answer goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+
+from draftgraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftgraph.cli.options import Settings
+    from draftgraph.pair import Pair
+
+# A model must not move the cursor or rename the window: controls but for newline and tab are not shown.
+UNSHOWN = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+
+
+def stderr_console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt, from stdin if it is `-`."""
+    text = read_stdin() if prompt == "-" else prompt
+    checked_text(text, "the prompt")
+    if not text.strip():
+        raise UsageError(
+            "the prompt is empty: give some text" + (" on stdin" if prompt == "-" else ", or - to read stdin")
+        )
+    return text
+
+
+def read_stdin() -> str:
+    return decoded(sys.stdin.buffer.read()).removesuffix("\n")
+
+
+def decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from error
+
+
+def checked_text(text: str, name: str) -> None:
+    """Bytes of the command line that are no text arrive as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text: see its character {error.start + 1}") from error
+
+
+def write(text: str) -> None:
+    """To stdout, at once."""
+    sys.stdout.write(text.translate(UNSHOWN) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def write_json(value: Any) -> None:
+    write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def busy(title: str, wanted: bool = True) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr at a terminal; the function given changes its title."""
+    console = stderr_console()
+    if not (wanted and console.is_terminal):
+        yield lambda title: None
+        return
+    spinner = Spinner("dots", title)
+    # Rich would otherwise send what is written to stdout to its own console, away from a file or pipe.
+    with Live(spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+        yield lambda title: spinner.update(text=title)
+
+
+def load_pair(settings: Settings) -> Pair:
+    """The models that the settings name."""
+    with busy("starting"):  # torch and transformers take seconds to import; the loader has bars of its own
+        from draftgraph.pair import load
+    return load(**settings.model_arguments())

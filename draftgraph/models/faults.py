@@ -1,0 +1,119 @@
+"""Turns what goes wrong inside transformers, the hub and the disk into one line that says what to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from draftgraph.errors import DraftGraphError, LoadError, UsageError
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def one_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text if len(text) <= 240 else text[:239] + "…"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    # safetensors writes from Rust, where the number is only in the text.
+    return any(
+        (isinstance(cause, OSError) and cause.errno in DISK_FULL) or "No space left on device" in str(cause)
+        for cause in causes(error)
+    )
+
+
+@contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Says which folder is full or cannot be written when `what` fails to be kept there."""
+    try:
+        yield
+    except DraftGraphError:
+        raise
+    except Exception as error:
+        if is_disk_full(error):
+            raise LoadError(disk_full(what, folder)) from error
+        raise LoadError(
+            f"cannot keep {what} in {folder} ({one_line(error)}): set DRAFTGRAPH_CACHE to a folder that can be written"
+        ) from error
+
+
+def disk_full(what: str, folder: Path, needed: int | None = None) -> str:
+    size = f" {needed / 1e9:.1f} GB" if needed else ""
+    return (
+        f"the disk is full: {what} needs{size or ' more'} room in {folder}; "
+        "free some space or set DRAFTGRAPH_CACHE to a folder on another disk"
+    )
+
+
+def explain(error: Exception, name: str, part: str = "") -> DraftGraphError:
+    """The line for a model that could not be loaded, or for the `part` of it that failed, from whatever transformers raised."""
+    if isinstance(error, DraftGraphError):
+        return error
+    text = " ".join(str(error).split())
+    for cause in causes(error):
+        if line := _known(cause, name):
+            return LoadError(line)
+    if is_disk_full(error):
+        return LoadError(f"the disk is full: {name} could not be kept; free some space or set HF_HOME to another disk")
+    if "trust_remote_code" in text:
+        return LoadError(
+            f"{name} needs its own code to run: read that code, then pass trust_remote_code=True if you trust it"
+        )
+    if "does not recognize this architecture" in text:
+        return LoadError(
+            f"{name} is of a kind that this transformers does not know: pip install --upgrade transformers"
+        )
+    if "Unrecognized configuration class" in text:
+        return LoadError(f"{name} is not a causal language model: choose a decoder-only text model")
+    if "not a valid JSON file" in text:
+        return LoadError(f"the config.json of {name} is not valid JSON: fetch the model again")
+    if "does not appear to have a file named" in text or "no file named" in text:
+        return LoadError(
+            f"{name} has no safetensors weights: choose a model that has, or pass use_safetensors=False "
+            "to read pickle files, which can run code, if you trust them"
+        )
+    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
+        return UsageError(f"{name} does not take this argument: {one_line(error)}")
+    return LoadError(f"cannot load {part}{name}: {one_line(error)} ({type(error).__name__})")
+
+
+def _known(cause: BaseException, name: str) -> str | None:
+    import torch
+    from huggingface_hub import errors as hub
+    from safetensors import SafetensorError
+
+    if isinstance(cause, hub.GatedRepoError):
+        return f"{name} is gated: accept its terms on its hub page, then set HF_TOKEN to a token that may read it"
+    if isinstance(cause, hub.RepositoryNotFoundError):
+        return f"no model named {name} on the hub: check the name; a private one needs HF_TOKEN"
+    if isinstance(cause, hub.RevisionNotFoundError):
+        return f"{name} has no such revision on the hub: check the branch, tag or commit"
+    if isinstance(cause, hub.OfflineModeIsEnabled):
+        return not_cached(name)
+    if isinstance(cause, torch.OutOfMemoryError):
+        return f"{name} does not fit into the GPU memory: free some, choose a smaller dtype or model, or device='cpu'"
+    if isinstance(cause, MemoryError):
+        return f"{name} does not fit into memory: close other programs or choose a smaller dtype or model"
+    if isinstance(cause, SafetensorError) and not is_disk_full(cause):
+        return (
+            f"the weights of {name} cannot be read, a file is cut short or damaged ({one_line(cause)}): fetch it again"
+        )
+    if isinstance(cause, ImportError):
+        return f"{name} needs a package that is missing: {one_line(cause)}"
+    return None
+
+
+def not_cached(name: str) -> str:
+    return (
+        f"{name} is neither a local folder nor in the hub cache, and fetching is off: "
+        "unset HF_HUB_OFFLINE and DRAFTGRAPH_OFFLINE, or name a folder or a GGUF file"
+    )

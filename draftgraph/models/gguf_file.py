@@ -1,0 +1,154 @@
+"""Reads a GGUF file through transformers and puts right what that leaves out or gets wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftgraph.errors import LoadError
+from draftgraph.models.faults import explain, one_line
+from draftgraph.models.progress import Report, quiet_transformers, watch_gguf_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+# llama.cpp splits numbers off before anything else for these values of tokenizer.ggml.pre; transformers does not.
+DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+
+
+def is_gguf(file: Path) -> bool:
+    """Whether a file says that it is GGUF, whatever its name."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+class GGUFFile:
+    """Metadata and size of a GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+            # The long arrays (tokens, merges, scores) are transformers' to read.
+            self.fields: dict[str, Any] = {
+                name: field.contents() for name, field in reader.fields.items() if len(field.data) <= 1
+            }
+            self.float32_bytes = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
+            self.has_tokenizer = "tokenizer.ggml.tokens" in reader.fields
+        except Exception as error:  # the reader trusts the file: a damaged one fails in many ways
+            raise LoadError(
+                f"{path} cannot be read as GGUF, it is cut short or damaged ({one_line(error)}): fetch it again"
+            ) from error
+        if self.fields.get("split.count", 1) > 1:
+            raise LoadError(f"{path} is one part of a split GGUF: join the parts with llama-gguf-split --merge first")
+
+    def token_id(self, key: str) -> int | None:
+        value = self.fields.get(f"tokenizer.ggml.{key}")
+        return None if value is None else int(value)
+
+    def read(self, report: Report) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+        """The model in float32 and its tokenizer, ready to be saved."""
+        with quiet_transformers(), watch_gguf_tensors(lambda done: report(0.4 + 0.5 * done)):
+            try:
+                tokenizer = self._tokenizer() if self.has_tokenizer else None
+                report(0.3)
+                model = self._model()
+            except Exception as error:
+                raise explain(error, str(self.path)) from error
+        self._say_where_to_stop(model, tokenizer)
+        narrow_without_loss(model.parameters)
+        return model, tokenizer
+
+    def _model(self) -> PreTrainedModel:
+        import torch
+        from transformers import AutoModelForCausalLM, GgufConfig
+
+        auto: Any = AutoModelForCausalLM  # typed as if the loading info never came along
+        model: PreTrainedModel
+        model, info = auto.from_pretrained(
+            str(self.path.parent),
+            gguf_file=self.path.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+        refuse_missing_weights(info, str(self.path))
+        vars(model.config).pop("_model_name_or_path", None)  # the file's general.name under a key nothing reads
+        return model
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        from tokenizers import pre_tokenizers
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        for key in [key for key in tokenizer.init_kwargs if key.endswith("_token_id")]:
+            del tokenizer.init_kwargs[key]
+        for name, key in SPECIAL.items():  # transformers 5.17 takes bos for eos
+            if (token_id := self.token_id(key)) is not None:
+                setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
+        if self.fields.get("tokenizer.ggml.add_bos_token") and tokenizer.bos_token is not None:
+            tokenizer.add_bos_token = True
+        if self.fields.get("tokenizer.ggml.pre") in DIGITS_APART:
+            backend = tokenizer.backend_tokenizer
+            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+        tokenizer.clean_up_tokenization_spaces = tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
+        context = self.fields.get(f"{self.fields.get('general.architecture')}.context_length")
+        if context:
+            tokenizer.model_max_length = tokenizer.init_kwargs["model_max_length"] = int(context)
+        return tokenizer  # type: ignore[no-any-return]
+
+    def _say_where_to_stop(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        from transformers import GenerationConfig
+
+        ends = [self.token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        if tokenizer is not None:
+            ends += ends_of_turn(str(tokenizer.chat_template or ""), tokenizer.get_vocab())
+        known = list(dict.fromkeys(end for end in ends if end is not None))
+        model.generation_config = GenerationConfig(
+            bos_token_id=self.token_id("bos_token_id"),
+            eos_token_id=known[0] if len(known) == 1 else known or None,
+            pad_token_id=self.token_id("padding_token_id"),
+        )
+
+
+def ends_of_turn(chat_template: str, vocabulary: dict[str, int]) -> list[int]:
+    """Tokens that end an answer in this chat template though the file may not call them eos."""
+    return [
+        vocabulary[token]
+        for token in ENDS_OF_TURN
+        if token in chat_template
+        and token in vocabulary
+        # In the harmony format <|end|> closes one part of an answer and <|return|> the whole.
+        and not (token == "<|end|>" and "<|return|>" in vocabulary)
+    ]
+
+
+def narrow_without_loss(parameters: Callable[[], Any]) -> None:
+    """Store in 16 bits what came from 16 bits: an F16 or BF16 file must not double in the cache."""
+    import torch
+
+    for parameter in parameters():
+        for dtype in (torch.bfloat16, torch.float16):
+            narrow: torch.Tensor = parameter.data.to(dtype)
+            if torch.equal(narrow.to(parameter.dtype), parameter.data):
+                parameter.data = narrow
+                break
+
+
+def refuse_missing_weights(info: dict[str, Any], name: str) -> None:
+    """transformers fills missing weights with random numbers; nobody wants that here."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise LoadError(
+            f"{name} lacks {len(missing)} weight{'s' * (len(missing) > 1)} of its model, {missing[0]} for one: "
+            "it is incomplete or not a causal language model; choose another or fetch it again"
+        )

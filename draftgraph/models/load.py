@@ -1,0 +1,150 @@
+"""From a name, a folder, a GGUF file or a module to a model that is ready to decode."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from draftgraph.errors import LoadError, UsageError
+from draftgraph.models.convert import converted_folder
+from draftgraph.models.default import default_model
+from draftgraph.models.faults import explain
+from draftgraph.models.gguf_file import is_gguf, refuse_missing_weights
+from draftgraph.models.hub import cached_copy, gguf_from_hub
+from draftgraph.models.place import choose_device, choose_dtype
+from draftgraph.models.progress import quiet_transformers
+from draftgraph.models.tokens import load_tokenizer, tokenizer_of_module
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARED_WITH_TOKENIZER = ("cache_dir", "force_download", "proxies", "revision", "subfolder", "token")
+
+
+def load_model(
+    spec: str | os.PathLike[str] | torch.nn.Module | None,
+    *,
+    role: Literal["target", "draft"] = "target",
+    device: str | int | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quantization_config: Any = None,
+    device_map: Any = None,
+    **model_kwargs: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a model and its tokenizer, if it has one.
+
+    `spec` is a hub name, a folder, a GGUF file, a module (returned as it is, neither moved nor cast) or, for the
+    target, None: the embedded default. Further arguments go to transformers' `from_pretrained`.
+    """
+    import torch
+
+    if isinstance(spec, torch.nn.Module):
+        return spec, tokenizer_of_module(spec)  # type: ignore[return-value]
+    if device is not None and device_map is not None:
+        raise UsageError("device and device_map exclude each other: give one of them")
+    place = choose_device(device)
+    options: dict[str, Any] = {"use_safetensors": True} | model_kwargs
+    options |= {"dtype": choose_dtype(dtype, place), "trust_remote_code": trust_remote_code}
+    if device_map is not None or place.type != "cpu":
+        options["device_map"] = device_map if device_map is not None else {"": place}
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
+
+    source = find_source(spec, role, revision, options)
+    if not Path(source).is_dir() and revision is not None:
+        options["revision"] = revision
+    model = read_model(source, options)
+    shared = {key: options[key] for key in SHARED_WITH_TOKENIZER if key in options}
+    return model, load_tokenizer(source, trust_remote_code=trust_remote_code, **shared)
+
+
+def find_source(spec: Any, role: str, revision: str | None, options: dict[str, Any]) -> str:
+    """The folder to read, GGUF files converted into one, or the hub name."""
+    if spec is None:
+        if role == "draft":
+            raise UsageError("no draft model was named: give a name, a folder, a GGUF file or a module")
+        return str(default_model())
+    if not isinstance(spec, str | os.PathLike) or not str(spec).strip():
+        raise UsageError(f"the {role} {spec!r} is no model: give a hub name, a folder, a GGUF file or a module")
+    path = Path(spec).expanduser()
+    gguf_file = options.pop("gguf_file", None)
+    if gguf_file is not None and not path.is_dir():
+        path = gguf_from_hub(str(spec), gguf_file, revision, options)
+    elif gguf_file is not None:
+        path = path / gguf_file
+    if path.is_dir():
+        return folder_source(path, options)
+    if path.is_file():
+        if not is_gguf(path):
+            raise LoadError(f"{path} is not a GGUF file: give the model's folder, a GGUF file or a hub name")
+        return str(converted_folder(path))
+    if path.suffix == ".gguf" or path.is_absolute() or str(spec).startswith((".", "~")) or len(path.parts) > 2:
+        raise LoadError(f"there is no folder or file {path}: check the path")
+    if folder := cached_copy(str(spec), revision, options):
+        return folder_source(folder, options)
+    return str(spec)
+
+
+def folder_source(folder: Path, options: dict[str, Any]) -> str:
+    """The folder itself, or the converted form of the one GGUF file that is all it has."""
+    where = folder / (options.get("subfolder") or "")
+    names = {file.name for file in where.iterdir()} if where.is_dir() else set()
+    if "adapter_config.json" in names:
+        return str(folder)
+    if "config.json" not in names:
+        ggufs = sorted(name for name in names if name.endswith(".gguf"))
+        if len(ggufs) == 1:
+            return str(converted_folder(where / ggufs[0]))
+        hint = f"name one of its GGUF files, {ggufs[0]} for one" if ggufs else "give the folder save_pretrained wrote"
+        raise LoadError(f"the folder {where} has no config.json: {hint}")
+    if not options["use_safetensors"] or any(".safetensors" in name for name in names):
+        return str(folder)
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        raise LoadError(
+            f"the folder {where} has only pickle weights, which can run code: convert them to safetensors, "
+            "or pass use_safetensors=False if you trust them"
+        )
+    raise LoadError(f"the folder {where} has no weights (*.safetensors): copy or fetch the model again")
+
+
+def read_model(source: str, options: dict[str, Any]) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # typed as if the loading info never came along
+    model: PreTrainedModel
+    try:
+        with quiet_transformers(bars=True):
+            refuse_unless_causal(source, options)
+            model, info = auto.from_pretrained(source, output_loading_info=True, **options)
+    except Exception as error:
+        raise explain(error, source) from error
+    if not getattr(model, "is_quantized", False):  # there, packed weights have other names
+        refuse_missing_weights(info, source)
+    return model
+
+
+def refuse_unless_causal(source: str, options: dict[str, Any]) -> None:
+    """transformers loads even an encoder as a causal model, with a new random head: refuse that by name."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    if (Path(source) / "adapter_config.json").is_file():
+        return
+    asked = (*SHARED_WITH_TOKENIZER, "trust_remote_code")
+    config = options.get("config") or AutoConfig.from_pretrained(
+        source, **{key: options[key] for key in asked if key in options}
+    )
+    if "AutoModelForCausalLM" in getattr(config, "auto_map", {}) and options["trust_remote_code"]:
+        return
+    names = config.architectures or []
+    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    is_encoder = getattr(config, "is_decoder", None) is False and names and not generates
+    if config.is_encoder_decoder or is_encoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = names[0] if names else type(config).__name__
+        raise LoadError(
+            f"{source} is a {kind} (model type {config.model_type}), not a causal language model: "
+            "choose a decoder-only text model"
+        )

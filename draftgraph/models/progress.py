@@ -1,0 +1,60 @@
+"""A progress bar on stderr, at a terminal only; transformers' own bars and warnings kept quiet meanwhile."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+Report = Callable[[float], None]  # takes the share that is done, 0 to 1
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Report]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def watch_gguf_tensors(report: Report) -> Iterator[None]:
+    """Follow transformers' loop over the tensors of a GGUF file, which has no callback but a tqdm of its own."""
+    loader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+
+    def watched(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+        for index, tensor in enumerate(tensors):
+            report(index / len(tensors))
+            yield tensor
+
+    original = getattr(loader, "tqdm", None)
+    loader.tqdm = watched
+    try:
+        yield
+    finally:
+        loader.tqdm = original
+
+
+@contextmanager
+def quiet_transformers(bars: bool = False) -> Iterator[None]:
+    """No warnings from transformers, unless asked for by TRANSFORMERS_VERBOSITY, and bars only where wanted."""
+    from transformers.utils import logging
+
+    had_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    if not (bars and sys.stderr.isatty()):
+        logging.disable_progress_bar()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,107 @@
+"""Copying from the text: the longest suffix that stood there before, found without a rescan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftgraph import GraphConfig, GraphDecoder, TokenGraph
+from draftgraph.cost import FlatCost
+from draftgraph.drafting import grow
+from draftgraph.drafting.suffix import EMPTY, SuffixAutomaton, SuffixProposer
+from draftgraph.graph import NO_TOKEN, ROOT
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def automaton_of(text: list[int]) -> SuffixAutomaton:
+    automaton = SuffixAutomaton()
+    for token in text:
+        automaton.append(token)
+    return automaton
+
+
+def longest_earlier_suffix(text: list[int]) -> int:
+    """By rescanning: the length of the longest suffix that also ends before the end."""
+    for length in range(len(text) - 1, 0, -1):
+        suffix = text[-length:]
+        if any(text[end - length : end] == suffix for end in range(length, len(text))):
+            return length
+    return 0
+
+
+@given(texts)
+def test_the_longest_earlier_suffix_is_found(text: list[int]) -> None:
+    automaton = automaton_of(text)
+    assert automaton.length[automaton.link[automaton.last]] == longest_earlier_suffix(text)
+
+
+@given(texts, texts)
+def test_a_path_is_followed_by_its_longest_suffix_in_the_text(text: list[int], path: list[int]) -> None:
+    automaton = automaton_of(text)
+    state, matched = EMPTY, 0
+    for end, token in enumerate(path, start=1):
+        state, matched = automaton.follow(state, matched, token)
+        suffixes = (path[end - length : end] for length in range(end, 0, -1))
+        known = (len(s) for s in suffixes if any(text[i : i + len(s)] == s for i in range(len(text) - len(s) + 1)))
+        assert matched == next(known, 0)
+
+
+@given(texts)
+def test_continuations_are_what_followed_in_the_text(text: list[int]) -> None:
+    automaton = automaton_of(text)
+    state = automaton.link[automaton.last]
+    for token, matched in automaton.continuations(state, automaton.length[state], 4):
+        suffix = [*text[len(text) - matched :], token]
+        assert any(text[i : i + len(suffix)] == suffix for i in range(len(text)))
+
+
+@pytest.mark.parametrize("tokens", [3, 50_000])
+def test_the_index_grows_by_a_constant_number_of_states_per_token(tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, tokens, 20_000).tolist()
+    automaton = automaton_of(text)
+    assert len(automaton.length) <= 2 * len(text)
+    assert sum(map(len, automaton.next)) <= 3 * len(text)
+
+
+def test_the_index_reads_only_what_is_new() -> None:
+    proposer = SuffixProposer(k=2)
+    appended: list[int] = []
+    proposer._automaton.append = appended.append  # type: ignore[method-assign]
+    proposer.begin([1, 2, 3])
+    proposer.begin([1, 2, 3, 4, 5])
+    assert appended == [1, 2, 3, 4, 5]
+
+
+def test_the_newest_continuation_comes_first() -> None:
+    proposer = SuffixProposer(k=3)
+    proposer.begin([7, 8, 1, 7, 8, 2, 7, 8])
+    tokens, probs = proposer.propose(TokenGraph(8, GraphConfig()), [ROOT])
+    assert tokens[0].tolist() == [2, 1, NO_TOKEN]
+    assert probs[0, 0] > probs[0, 1] > probs[0, 2] == 0
+
+
+def test_a_copy_that_reaches_the_end_of_the_text_goes_on_into_its_own_path() -> None:
+    graph = TokenGraph(3, GraphConfig(mode="auto", k=1, max_depth=8))
+    proposer = SuffixProposer(k=1)
+    proposer.begin([1, 2, 3, 1, 2, 3])
+    tree = grow(graph, [proposer])
+    assert tree.tokens.tolist() == [3, 1, 2, 3, 1, 2, 3, 1, 2]
+    assert tree.sources == ["root"] + ["copied"] * 8
+
+
+def test_copied_nodes_alone_make_a_valid_graph() -> None:
+    from families import target_of
+
+    target = target_of("llama")
+    ids = [[1, 2, 3, 4, 5, 6] * 4]
+    for mode in ("graph", "tree", "chain", "auto"):
+        plain = GraphDecoder(target, config=GraphConfig(mode="off")).generate(ids, max_new_tokens=40)
+        config = GraphConfig(mode=mode, cost=FlatCost(0.0))
+        copied = GraphDecoder(target, config=config).generate(ids, max_new_tokens=40)
+        assert copied.sequences.tolist() == plain.sequences.tolist()
+        assert copied.stats.accepted_by_source["copied"] > 0
+        assert copied.stats.draft_tokens == 0
