@@ -4,34 +4,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
-
-NODE_PRICES = {"cpu": 0.25, "cuda": 0.0}  # in target passes
+    from draftgraph.graph import Floats, Ints, TokenTree
 
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Decides how much to draft from the price of a verified node."""
+    """The price of a target pass, in any unit."""
+
+    def of_pass(self, nodes: Ints) -> Floats:
+        """What passes over so many nodes cost, the root counted."""
 
     def floor(self) -> float:
-        """The least acceptance estimate with which a node is worth a place in the target's pass."""
+        """The acceptance estimate under which a node is not worth drafting on."""
 
 
 class FlatCost:
-    """Every verified node costs the same share of a target pass, up to the budget of the configuration.
+    """A pass costs one; a pass that checks more than the root costs `entry` more, and `node` for every further node.
 
-    A node pays when its chance of being accepted is above that share. A GPU checks 64 nodes for the price of
-    about one; a CPU is bound by arithmetic and pays for every node.
+    With both zero the whole budget of the configuration is used: a GPU checks 64 nodes for the price of about one.
+    A CPU leaves its fast path for single tokens and then pays for arithmetic.
     """
 
-    def __init__(self, price: float) -> None:
-        self.price = price
+    def __init__(self, node: float = 0.0, entry: float = 0.0) -> None:
+        self.node = node
+        self.entry = entry
 
     @classmethod
     def for_device(cls, device: torch.device) -> FlatCost:
-        return cls(NODE_PRICES.get(device.type, 0.0))
+        return cls(node=0.06, entry=0.4) if device.type == "cpu" else cls()
+
+    def of_pass(self, nodes: Ints) -> Floats:
+        return np.where(nodes > 1, 1.0 + self.entry + self.node * (nodes - 1), 1.0)
 
     def floor(self) -> float:
-        return self.price
+        return self.node
+
+
+def nodes_worth_checking(tree: TokenTree, cost: CostModel) -> int:
+    """How many of a tree's nodes, best first, give the most expected tokens for their cost."""
+    expected = np.cumsum(tree.scores)  # the root's token is certain: it counts for the one that the target adds
+    return int(np.argmax(expected / cost.of_pass(np.arange(1, len(tree) + 1)))) + 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftgraph.choose import KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
 from draftgraph.config import GraphConfig
-from draftgraph.cost import CostModel, FlatCost
+from draftgraph.cost import CostModel, FlatCost, nodes_worth_checking
 from draftgraph.drafting import Proposer, grow
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
 from draftgraph.drafting.suffix import SuffixProposer
@@ -53,8 +53,7 @@ class Decoding:
         self.prompt_length = self.stats.prompt_tokens = len(self.text)
         self.finish_reason: str | None = None
         self.config = config if decoder.can_branch else replace(config, k=1)
-        cost = FlatCost.for_device(self.target.device) if config.cost == "flat" else config.cost
-        self.floor = cost.floor() if isinstance(cost, CostModel) and config.mode == "auto" else 0.0
+        self.cost = config.cost if isinstance(config.cost, CostModel) else FlatCost.for_device(self.target.device)
 
         sample = row % (request.config.num_return_sequences or 1)
         noise = KeyedNoise(seed, sample) if request.samples else None
@@ -110,7 +109,10 @@ class Decoding:
         graph = TokenGraph(self.text[-1], self.config, self._depth_limit())
         for proposer in self.proposers:
             proposer.begin(self.text)
-        return graph, grow(graph, self.proposers, self.floor)
+        if self.config.mode != "auto":
+            return graph, grow(graph, self.proposers)
+        tree = grow(graph, self.proposers, self.cost.floor())
+        return graph, tree.first(nodes_worth_checking(tree, self.cost))
 
     def verify(self, tree: TokenTree) -> Tensor:
         """The target's logits at every node, in one pass. # [nodes, vocabulary]"""

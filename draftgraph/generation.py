@@ -185,11 +185,11 @@ def unpadded_rows(input_ids: Any, attention_mask: Tensor | None, config: Generat
         ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError) as error:
         raise UsageError(f"input_ids must be rows of one length, padded on the left: {error}") from error
+    if ids.numel() == 0:
+        raise UsageError("the prompt is empty: give at least one token")
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.is_floating_point():
         raise UsageError(f"input_ids must be whole numbers of shape [batch, length], not {list(ids.shape)} {ids.dtype}")
-    if ids.numel() == 0:
-        raise UsageError("the prompt is empty: give at least one token")
     mask = inferred_mask(ids, config) if attention_mask is None else torch.as_tensor(attention_mask)
     if mask.numel() != ids.numel():
         raise UsageError(

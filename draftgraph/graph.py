@@ -62,6 +62,11 @@ class TokenTree:
     def child(self, node: int, token: int) -> int | None:
         return self._children.get((node, token))
 
+    def first(self, nodes: int) -> TokenTree:
+        """The tree of the best nodes alone."""
+        columns = (self.tokens, self.parents, self.depths, self.nodes, self.scores)
+        return TokenTree(*(column[:nodes] for column in columns), sources=self.sources[:nodes])
+
 
 class TokenGraph:
     """A directed acyclic graph of tokens, grown from the last token of the text.

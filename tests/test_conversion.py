@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from tiny_models import TEMPLATE, logits, one_line_of, start_python, write_gguf
+from tiny_models import TEMPLATE, byte_level_tokens, logits, one_line_of, start_python, tokenizer_over, write_gguf
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftgraph.errors import LoadError
@@ -55,6 +55,12 @@ def test_a_converted_gguf_gives_the_logits_of_the_file(written_gguf, cache):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 0, 0)
     assert tokenizer.chat_template == TEMPLATE
     assert not [path for path in (cache / "converted").iterdir() if path.name.endswith(".partial")]
+
+
+def test_a_tokenizer_that_lies_beside_a_gguf_is_not_taken_for_its_own(written_gguf, tmp_path):
+    tokenizer_over(["<unk>", "word"]).save_pretrained(tmp_path)
+    path = Path(shutil.copy(written_gguf, tmp_path))
+    assert len(load_model(path, device="cpu")[1]) == len(byte_level_tokens())
 
 
 def test_digits_are_split_off_before_spaces_are_joined(kept, written_gguf):

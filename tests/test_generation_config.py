@@ -181,7 +181,9 @@ def test_scores_are_renormalized():
 def test_the_prompt_is_read_in_chunks_of_the_size_asked_for():
     target, draft = pair()
     read: list[int] = []
-    with target.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True):
+    with target.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    ):
         GraphDecoder(target, draft, config=GraphConfig(mode="off")).generate(
             torch.cat([PROMPT, PROMPT], dim=1), prefill_chunk_size=4, max_new_tokens=1, do_sample=False
         )
@@ -206,15 +208,15 @@ def test_forced_bos_token_id_forces_the_first_token_behind_a_single_one():
 
 def test_remove_invalid_values_patches_what_would_else_be_refused():
     target, draft = copy.deepcopy(pair())
-    decoders = [GraphDecoder(target, draft, config=GraphConfig(mode=mode)) for mode in MODES]
+    planted = [GraphDecoder(target, draft, config=GraphConfig(mode=mode)) for mode in MODES]
     with torch.no_grad():
         target.get_output_embeddings().weight[plain_text()[3]] = torch.nan
     arguments = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 12, "do_sample": False}
     expected = target.generate(PROMPT, **arguments, remove_invalid_values=True).tolist()
-    for decoder in decoders:
-        assert decoder.generate(PROMPT, **arguments, remove_invalid_values=True).sequences.tolist() == expected
+    for nan_decoder in planted:
+        assert nan_decoder.generate(PROMPT, **arguments, remove_invalid_values=True).sequences.tolist() == expected
         with pytest.raises(draftgraph.DraftGraphError, match="not finite"):
-            decoder.generate(PROMPT, **arguments)
+            nan_decoder.generate(PROMPT, **arguments)
 
 
 def sampled_by_hand(warper: Any, seed: int, length: int) -> list[int]:
@@ -277,7 +279,7 @@ def test_a_refused_field_is_named_through_custom_generate(field):
 
 def test_a_field_that_a_newer_version_adds_is_refused_until_it_is_known(monkeypatch):
     monkeypatch.setattr(draftgraph.generation, "HONOURED", HONOURED - {"top_h"})
-    with pytest.raises(UsageError, match="^top_h=0.3 .* not known to draftgraph"):
+    with pytest.raises(UsageError, match=r"^top_h=0\.3 .* not known to draftgraph"):
         decode("auto", do_sample=True, top_h=0.3)
 
 

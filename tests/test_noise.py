@@ -1,4 +1,4 @@
-"""Sampled text has exactly the target's distribution, and its noise depends on seed, sample, position and token only."""
+"""Sampled text has exactly the target's distribution; its noise depends on seed, sample, position and token only."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sampled(decoder: GraphDecoder, length: int, rows: int, seeds: range, **argum
 @pytest.mark.parametrize("arguments", [PLAIN, WARPED], ids=["plain", "temperature and top-p"])
 def test_plain_sampling_has_the_exact_distribution(arguments):
     decoder = GraphDecoder(*tiny_pair(), config=GraphConfig(mode="off"))
-    texts = sampled(decoder, 2, 120, range(10), **arguments)
+    texts = sampled(decoder, 2, 100, range(10), **arguments)
     chances = exact_chances(2, warped=arguments is WARPED)
     assert fit(texts, chances) > UNLIKELY
     other = exact_chances(2, warped=arguments is PLAIN)
@@ -111,7 +111,7 @@ def rejecting(length: int, draft: Any) -> GraphDecoder:
 
 @pytest.mark.parametrize("arguments", [PLAIN, WARPED], ids=["plain", "temperature and top-p"])
 def test_rejection_sampling_preserves_the_distribution(arguments):
-    texts = sampled(rejecting(2, tiny_pair()[1]), 2, 120, range(10), **arguments)
+    texts = [text[:2] for text in sampled(rejecting(2, tiny_pair()[1]), 3, 100, range(10), **arguments)]
     assert fit(texts, exact_chances(2, warped=arguments is WARPED)) > UNLIKELY
 
 
@@ -129,7 +129,7 @@ def test_rejection_sampling_rejects_nothing_of_a_draft_that_is_the_target():
 def test_rejection_sampling_of_copied_tokens_preserves_the_distribution_too():
     decoder = rejecting(2, None)
     prompt = torch.tensor([[4, 0, 2]]).repeat(1, 3)
-    output = decoder.generate(prompt, max_new_tokens=1, num_return_sequences=600, **PLAIN, seed=3)
+    output = decoder.generate(prompt, max_new_tokens=2, num_return_sequences=600, **PLAIN, seed=3)
     with torch.no_grad():
         chances = torch.softmax(tiny_pair()[0](prompt).logits[0, -1].double(), dim=-1)
     counts = np.bincount([row[0] for row in output.new_token_ids], minlength=VOCAB)
@@ -216,7 +216,7 @@ def test_the_noise_is_gumbel():
     assert stats.kstest(values, stats.gumbel_r.cdf).pvalue > UNLIKELY
     uniform = np.concatenate([KeyedNoise(1, 2).uniform(at, 1000, CPU).numpy() for at in range(20)])
     assert stats.kstest(uniform, stats.uniform.cdf).pvalue > UNLIKELY
-    assert 0 < uniform.min() and uniform.max() < 1
+    assert uniform.min() > 0 and uniform.max() < 1
 
 
 def test_the_largest_and_smallest_numbers_are_inside_the_unit_interval(monkeypatch):

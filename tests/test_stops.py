@@ -1,4 +1,4 @@
-"""Stop conditions and processors see the accepted text only: once per token, in order, and nothing comes after a stop."""
+"""Stop conditions and processors see the accepted text only, once per token and in order; nothing follows a stop."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def observed(decoder: GraphDecoder, **arguments: Any) -> tuple[Any, list[Step]]:
 
 def assert_stats_agree(output: Any, steps: list[Step]) -> None:
     stats, (tokens,) = output.stats, output.new_token_ids
-    assert sum((step.tokens for step in steps), []) == tokens
+    assert [token for step in steps for token in step.tokens] == tokens
     assert (stats.steps, stats.new_tokens, stats.prompt_tokens) == (len(steps), len(tokens), len(START))
     assert stats.accepted == sum(len(step.path) for step in steps)
     assert stats.mean_accepted_length == len(tokens) / len(steps)

@@ -104,4 +104,5 @@ def one_line_of(error):
 def start_python(code, *arguments, stderr=subprocess.PIPE, **environment):
     settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | environment
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=os.environ | settings, stdin=pipe, stdout=pipe, stderr=stderr, text=True)

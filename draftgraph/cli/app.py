@@ -48,12 +48,13 @@ def draftgraph(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
         status = app(arguments, prog_name="draftgraph", standalone_mode=False)
     except typer.TyperException as error:
-        complain(usage_line(error))
+        complain(usage_line(error, arguments))
         return error.exit_code
     except typer.Abort:
         return INTERRUPTED

@@ -130,9 +130,9 @@ def obey(line: str, conversation: Conversation) -> None:
 
 def answer(conversation: Conversation, line: str, settings: Settings, at_terminal: bool) -> None:
     """One turn. At a terminal Ctrl-C ends it between two passes; pressed again, in the middle of one."""
+    decoding = None
+    text = TextStream(conversation.pair.tokenizer)
     with ctrl_c_ends_answer() if at_terminal else contextlib.nullcontext(lambda: False) as is_over:
-        decoding = None
-        text = TextStream(conversation.pair.tokenizer)
         try:
             decoding = conversation.ask(line)
             with busy("reading", wanted=settings.json) as show:
@@ -146,9 +146,9 @@ def answer(conversation: Conversation, line: str, settings: Settings, at_termina
             if not at_terminal:
                 raise
             conversation.cache_is_sound = False
-        if decoding is None:
-            return
-        conversation.keep(decoding)
+    if decoding is None:
+        return
+    conversation.keep(decoding)
     if settings.json:
         write_json(conversation.pair.output(decoding).to_dict())
     else:

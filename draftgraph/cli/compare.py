@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from draftgraph.cli.errors import FAILED, complain
 from draftgraph.cli.generate import Prompt, show_figures
-from draftgraph.cli.options import Settings
-from draftgraph.cli.terminal import busy, load_pair, read_prompt, write_json
+from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
+from draftgraph.cli.terminal import busy, console, load_pair, read_prompt, write_json
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from draftgraph.pair import Output, Pair
 
 WARM_UP_TOKENS = 8
-Repeat = Annotated[int, typer.Option(help="Timed runs of each mode, taken in turns", min=1, show_envvar=False)]
+Repeat = Annotated[int, option("Graph", "Timed runs of each mode, taken in turns", shown_range(1))]
 
 
 @dataclass
@@ -53,6 +52,7 @@ class Timed:
 def compare(prompt: Prompt, settings: Settings, repeat: Repeat = 3) -> None:
     """Time a mode against plain decoding and check that the tokens are the same."""
     text = read_prompt(prompt)
+    refuse_outside("repeat", repeat, 1)
     if settings.mode == "off":
         raise UsageError("compare runs mode off and another one: choose --mode auto, graph, tree or chain")
     plain, chosen = Timed(settings.graph_config(mode="off")), Timed(settings.graph_config())
@@ -91,9 +91,9 @@ def report(pair: Pair, plain: Timed, chosen: Timed, settings: Settings) -> None:
         write_json(output.to_dict() | figures)
     else:
         verdict = f"the {len(output.token_ids)} tokens are the same" if differs is None else "the tokens DIFFER"
-        console = Console(highlight=False)
-        console.print(comparison_table(plain, chosen))
-        console.print(f"\n{chosen.config.mode} is {ratio:.2f} times as fast as off; {verdict}")
+        terminal = console()
+        terminal.print(comparison_table(plain, chosen))
+        terminal.print(f"\n{chosen.config.mode} is {ratio:.2f} times as fast as off; {verdict}")
         if settings.stats:
             show_figures(output.stats, True)
     if differs is not None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from draftgraph import __version__
 from draftgraph.cli.errors import FAILED, described
 from draftgraph.cli.options import Settings
 from draftgraph.cli.selftest import every_mode_equals_off, model_check
-from draftgraph.cli.terminal import busy, write_json
+from draftgraph.cli.terminal import busy, console, write_json
 from draftgraph.errors import DraftGraphError
 
 DOCTOR_OPTIONS = ("target", "draft", "device", "dtype", "json", "config", "debug")
@@ -142,7 +141,7 @@ def hub_settings() -> dict[str, str]:
 
 
 def show_diagnosis(diagnosis: Diagnosis) -> None:
-    console = Console(highlight=False)
+    terminal = console()
     sections: dict[str, dict[str, Any]] = {
         "Versions": diagnosis.versions,
         "Devices": diagnosis.devices,
@@ -154,8 +153,8 @@ def show_diagnosis(diagnosis: Diagnosis) -> None:
         table = Table(title, "", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for name, value in rows.items():
             table.add_row(name, "not installed" if value is None else str(value))
-        console.print(table, "")
-    console.print("All is well." if diagnosis.ok else "Something is wrong, see WRONG above.")
+        terminal.print(table, "")
+    terminal.print("All is well." if diagnosis.ok else "Something is wrong, see WRONG above.")
 
 
 def size(count: float) -> str:

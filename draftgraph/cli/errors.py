@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,20 +85,20 @@ def forget_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def usage_line(error: typer.TyperException) -> str:
+def usage_line(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """A usage error of the command line, with the place where a wrong value stands if it was not typed."""
     message = error.format_message().strip().rstrip(".")
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None:
         return message
-    if parameter is not None and (place := origin(context, parameter)):
+    if parameter is not None and (place := origin(context, parameter, arguments)):
         message += f" ({place})"
     return f"{message}; see {context.command_path} --help"
 
 
-def origin(context: typer.Context, parameter: Any) -> str | None:
+def origin(context: typer.Context, parameter: Any, arguments: Sequence[str]) -> str | None:
     """The environment variable or file that gave a parameter its value; None if it was typed."""
-    typed = [argument.split("=")[0] for argument in sys.argv[1:]]
+    typed = [argument.split("=")[0] for argument in arguments]
     if any(name in typed for name in parameter.opts):
         return None
     if isinstance(parameter.envvar, str) and os.environ.get(parameter.envvar):

@@ -54,8 +54,8 @@ def write_as_it_comes(pair: Pair, decoding: Decoding) -> None:
 
 
 def show_figures(stats: Stats, all_of_them: bool) -> None:
-    console = stderr_console()
+    terminal = stderr_console()
     if all_of_them:
-        console.print(figures.table(stats))
-    elif console.is_terminal:
-        console.print(figures.summary(stats), style="dim")
+        terminal.print(figures.table(stats))
+    elif terminal.is_terminal:
+        terminal.print(figures.summary(stats), style="dim")

@@ -10,13 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import typer
-from rich.console import Console
-
 from draftgraph.cli.errors import complain
 from draftgraph.cli.generate import Prompt, show_figures
-from draftgraph.cli.options import Settings
-from draftgraph.cli.terminal import busy, load_pair, read_prompt, stderr_console, write
+from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
+from draftgraph.cli.terminal import busy, console, load_pair, read_prompt, stderr_console, write
 from draftgraph.errors import DraftGraphError, UsageError
 
 if TYPE_CHECKING:
@@ -25,27 +22,17 @@ if TYPE_CHECKING:
     from draftgraph.trace import Step
 
 # To look at: the paper's graphs are small, and a target that drafts for itself needs no second model.
-INSPECT_DEFAULTS: dict[str, Any] = {"mode": "graph", "draft": "self", "max_new_tokens": 32}
+INSPECT_DEFAULTS: dict[str, Any] = {"mode": "graph", "draft": "self"}
 DRAFTERS = {"self": "the target itself", "none": "no model, copies from the text only"}
 
 PANEL = "Steps and files"
 Format = Literal["json", "dot", "svg", "html"]
 FormatOption = Annotated[
-    Format | None,
-    typer.Option(
-        "--format", help="Left out: as --out ends, or in the terminal", rich_help_panel=PANEL, show_envvar=False
-    ),
+    Format | None, option(PANEL, "Left out: as --out ends, or for the terminal", "json|dot|svg|html")
 ]
-Out = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write to a file", rich_help_panel=PANEL, show_envvar=False)
-]
-OneStep = Annotated[
-    int | None,
-    typer.Option(help="Show this step only, 1 being the first", min=1, rich_help_panel=PANEL, show_envvar=False),
-]
-Steps = Annotated[
-    int | None, typer.Option(help="Stop after so many steps", min=1, rich_help_panel=PANEL, show_envvar=False)
-]
+Out = Annotated[str | None, option(PANEL, "Write to a file", "FILE")]
+OneStep = Annotated[int | None, option(PANEL, "Show this step only, 1 being the first", shown_range(1))]
+Steps = Annotated[int, option(PANEL, "Stop after so many steps", shown_range(1))]
 
 
 def inspect(
@@ -54,10 +41,13 @@ def inspect(
     format: FormatOption = None,
     out: Out = None,
     step: OneStep = None,
-    steps: Steps = None,
+    steps: Steps = 8,
 ) -> None:
     """Show what was drafted, merged, copied, checked and accepted in every step of an answer."""
     text = read_prompt(prompt)
+    if step is not None:
+        refuse_outside("step", step, 1)
+    refuse_outside("steps", steps, 1)
     config, sampling = settings.graph_config(), settings.sampling_arguments()
     if config.mode == "off":
         raise UsageError("mode off drafts nothing to look at: choose --mode graph, auto, tree or chain")
@@ -65,7 +55,7 @@ def inspect(
     if out is not None:
         refuse_unwritable(Path(out))
     drafter = DRAFTERS.get(settings.draft or "none", str(settings.draft))
-    stderr_console().print(f"mode {config.mode}, drafted by {drafter}", style="dim", markup=False)
+    stderr_console().print(f"mode {config.mode}, drafted by {drafter}", style="dim")
     pair = load_pair(settings)
     from draftgraph.inspect import GraphReport
 
@@ -100,14 +90,14 @@ def chosen_format(format: Format | None, out: str | None) -> Format | None:
 
 def present(report: GraphReport, output: Output, kind: Format | None, out: str | None, step: int | None) -> None:
     if kind is None:
-        report.print(Console(highlight=False), step)
+        report.print(console(), step)
         return
     document = rendered(report, output, kind, step)
     if out is None:
         write(document.removesuffix("\n") + "\n")
         return
     write_atomically(Path(out), document)
-    stderr_console().print(f"wrote {out}", markup=False)
+    stderr_console().print(f"wrote {out}")
 
 
 def rendered(report: GraphReport, output: Output, kind: Format, step: int | None) -> str:

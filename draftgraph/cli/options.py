@@ -49,7 +49,7 @@ def output(help: str, **more: Any) -> Any:
     return option("Input and output", help, **more)
 
 
-def shown_range(low: float, high: float | None) -> str:
+def shown_range(low: float, high: float | None = None) -> str:
     return f"N>={low:g}" if high is None else f"{low:g}..{high:g}"
 
 
@@ -106,7 +106,7 @@ class Settings:
         """Arguments of `Pair.start` and `Pair.generate`, the graph's configuration apart."""
         given = self.given(*SAMPLING)
         for name, value in given.items():
-            refuse_outside(name, value)
+            refuse_outside(name, value, *SAMPLING[name])
         if self.stop and not all(self.stop):
             raise UsageError("--stop must be some text, not ''")
         if (unused := self.given("top_k", "top_p", "min_p")) and not self.temperature:
@@ -117,8 +117,7 @@ class Settings:
 FIELDS = tuple(field.name for field in fields(Settings))
 
 
-def refuse_outside(name: str, value: float) -> None:
-    low, high = SAMPLING[name]
+def refuse_outside(name: str, value: float, low: float, high: float | None = None) -> None:
     if not (low <= value < math.inf and (high is None or value <= high)):
         allowed = f"a number of at least {low:g}" if high is None else f"between {low:g} and {high:g}"
         raise UsageError(f"{name} must be {allowed}, not {value}")

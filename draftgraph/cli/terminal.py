@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 UNSHOWN = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
+def console(stderr: bool = False) -> Console:
+    """Shows text as it is: a path or a token may look like Rich's markup."""
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
 def stderr_console() -> Console:
-    return Console(stderr=True, highlight=False)
+    return console(stderr=True)
 
 
 def read_prompt(prompt: str) -> str:
@@ -69,13 +74,13 @@ def write_json(value: Any) -> None:
 @contextmanager
 def busy(title: str, wanted: bool = True) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr at a terminal; the function given changes its title."""
-    console = stderr_console()
-    if not (wanted and console.is_terminal):
+    terminal = stderr_console()
+    if not (wanted and terminal.is_terminal):
         yield lambda title: None
         return
     spinner = Spinner("dots", title)
     # Rich would otherwise send what is written to stdout to its own console, away from a file or pipe.
-    with Live(spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+    with Live(spinner, console=terminal, transient=True, redirect_stdout=False, redirect_stderr=False):
         yield lambda title: spinner.update(text=title)
 
 

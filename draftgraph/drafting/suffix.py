@@ -7,9 +7,10 @@ import numpy as np
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
 
 EMPTY = 0
-# Chance that a copied token is accepted, by length of the match: 1, 2, 3, ... tokens.
-TRUST = (0.25, 0.45, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90)
-SECOND_CHOICE = 0.35  # and how much less for every further continuation of a match
+# Chance that a copied token is the target's, by length of the match (1, 2, 3, ... tokens): counted on 20,000 tokens of
+# a 135M model's greedy answers to 240 training prompts (instructions, mathematics, translation, plain text).
+TRUST = (0.24, 0.54, 0.64, 0.68, 0.75, 0.79, 0.84, 0.84, 0.85, 0.90, 0.90, 0.96)
+SECOND_CHOICE = 0.25  # how much less for every further continuation of a match
 
 
 class SuffixAutomaton:

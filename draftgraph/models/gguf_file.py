@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from draftgraph.errors import LoadError
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+ALONE = "model.gguf"
 SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 # llama.cpp splits numbers off before anything else for these values of tokenizer.ggml.pre; transformers does not.
@@ -59,24 +62,25 @@ class GGUFFile:
         """The model in float32 and its tokenizer, ready to be saved."""
         with quiet_transformers(), watch_gguf_tensors(lambda done: report(0.4 + 0.5 * done)):
             try:
-                tokenizer = self._tokenizer() if self.has_tokenizer else None
-                report(0.3)
-                model = self._model()
+                with alone(self.path) as folder:
+                    tokenizer = self._tokenizer(folder) if self.has_tokenizer else None
+                    report(0.3)
+                    model = self._model(folder)
             except Exception as error:
                 raise explain(error, str(self.path)) from error
         self._say_where_to_stop(model, tokenizer)
         narrow_without_loss(model.parameters)
         return model, tokenizer
 
-    def _model(self) -> PreTrainedModel:
+    def _model(self, folder: str) -> PreTrainedModel:
         import torch
         from transformers import AutoModelForCausalLM, GgufConfig
 
         auto: Any = AutoModelForCausalLM  # typed as if the loading info never came along
         model: PreTrainedModel
         model, info = auto.from_pretrained(
-            str(self.path.parent),
-            gguf_file=self.path.name,
+            folder,
+            gguf_file=ALONE,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
@@ -85,11 +89,11 @@ class GGUFFile:
         vars(model.config).pop("_model_name_or_path", None)  # the file's general.name under a key nothing reads
         return model
 
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def _tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
         from tokenizers import pre_tokenizers
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=ALONE)
         for key in [key for key in tokenizer.init_kwargs if key.endswith("_token_id")]:
             del tokenizer.init_kwargs[key]
         for name, key in SPECIAL.items():  # transformers 5.17 takes bos for eos
@@ -118,6 +122,18 @@ class GGUFFile:
             eos_token_id=known[0] if len(known) == 1 else known or None,
             pad_token_id=self.token_id("padding_token_id"),
         )
+
+
+@contextmanager
+def alone(gguf: Path) -> Iterator[str]:
+    """A folder with this file only: transformers prefers a tokenizer.json that happens to lie beside it."""
+    with TemporaryDirectory() as folder:
+        link = Path(folder) / ALONE
+        try:
+            link.symlink_to(gguf.absolute())
+        except OSError:  # Windows without the right to make links
+            link.hardlink_to(gguf.absolute())
+        yield folder
 
 
 def ends_of_turn(chat_template: str, vocabulary: dict[str, int]) -> list[int]:

@@ -59,7 +59,10 @@ def load_model(
         options["revision"] = revision
     model = read_model(source, options)
     shared = {key: options[key] for key in SHARED_WITH_TOKENIZER if key in options}
-    return model, load_tokenizer(source, trust_remote_code=trust_remote_code, **shared)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, **shared)
+    if tokenizer is None:
+        tokenizer = tokenizer_of_module(model)  # an adapter's is that of its base
+    return model, tokenizer
 
 
 def find_source(spec: Any, role: str, revision: str | None, options: dict[str, Any]) -> str:
@@ -70,15 +73,15 @@ def find_source(spec: Any, role: str, revision: str | None, options: dict[str, A
         return str(default_model())
     if not isinstance(spec, str | os.PathLike) or not str(spec).strip():
         raise UsageError(f"the {role} {spec!r} is no model: give a hub name, a folder, a GGUF file or a module")
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     gguf_file = options.pop("gguf_file", None)
-    if gguf_file is not None and not path.is_dir():
+    if gguf_file is not None and not os.path.isdir(path):
         path = gguf_from_hub(str(spec), gguf_file, revision, options)
     elif gguf_file is not None:
         path = path / gguf_file
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib raises for names that no file can have
         return folder_source(path, options)
-    if path.is_file():
+    if os.path.isfile(path):
         if not is_gguf(path):
             raise LoadError(f"{path} is not a GGUF file: give the model's folder, a GGUF file or a hub name")
         return str(converted_folder(path))
@@ -92,7 +95,10 @@ def find_source(spec: Any, role: str, revision: str | None, options: dict[str, A
 def folder_source(folder: Path, options: dict[str, Any]) -> str:
     """The folder itself, or the converted form of the one GGUF file that is all it has."""
     where = folder / (options.get("subfolder") or "")
-    names = {file.name for file in where.iterdir()} if where.is_dir() else set()
+    try:
+        names = {file.name for file in where.iterdir()}
+    except OSError as error:
+        raise LoadError(f"the folder {where} cannot be read: {error.strerror}; check it") from error
     if "adapter_config.json" in names:
         return str(folder)
     if "config.json" not in names:
@@ -130,12 +136,13 @@ def read_model(source: str, options: dict[str, Any]) -> PreTrainedModel:
 def refuse_unless_causal(source: str, options: dict[str, Any]) -> None:
     """transformers loads even an encoder as a causal model, with a new random head: refuse that by name."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.utils.peft_utils import find_adapter_config_file
 
-    if (Path(source) / "adapter_config.json").is_file():
+    shared = {key: options[key] for key in SHARED_WITH_TOKENIZER if key in options}
+    if find_adapter_config_file(source, **shared):
         return
-    asked = (*SHARED_WITH_TOKENIZER, "trust_remote_code")
     config = options.get("config") or AutoConfig.from_pretrained(
-        source, **{key: options[key] for key in asked if key in options}
+        source, trust_remote_code=options["trust_remote_code"], **shared
     )
     if "AutoModelForCausalLM" in getattr(config, "auto_map", {}) and options["trust_remote_code"]:
         return

@@ -13,14 +13,15 @@ Report = Callable[[float], None]  # takes the share that is done, 0 to 1
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Report]:
+def progress_bar(title: str, total: float | None = 1.0) -> Iterator[Report]:
+    """A bar that is told the share done; with `total=None`, one that only moves."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=1.0)
+        task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
 
 
