@@ -56,7 +56,9 @@ def main() -> None:
         "draft-verify",
         [
             Panel(merged, "graph", "Draft", "What may come next, and how likely the draft finds it.", outcome=False),
-            Panel(merged, "graph", "Verify", "One pass of the target: the path it agrees with, and its own next token."),
+            Panel(
+                merged, "graph", "Verify", "One pass of the target: the path it agrees with, and its own next token."
+            ),
         ],
         stacked=True,
     )
@@ -68,7 +70,9 @@ def main() -> None:
         ],
         stacked=True,
     )
-    write("mask", [Panel(merged, "mask", "Unrolled, with its mask", "Each row: the nodes that a node sees.", focus=last)])
+    write(
+        "mask", [Panel(merged, "mask", "Unrolled, with its mask", "Each row: the nodes that a node sees.", focus=last)]
+    )
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class Decoding:
         reuse_cache: bool = False,
     ) -> None:
         self.decoder = decoder
+        self.loan = Loan(*decoder.models)
         self.request = request
         self.stats = Stats()
         self.outputs = outputs
@@ -56,29 +57,29 @@ class Decoding:
         self.cost = config.cost if isinstance(config.cost, CostModel) else FlatCost.for_device(self.target.device)
 
         sample = row % (request.config.num_return_sequences or 1)
-        noise = KeyedNoise(seed, sample) if request.samples else None
-        self.draft = None
-        if decoder.draft_engine is not None and config.drafts:
-            self.draft = ModelProposer(decoder.draft_engine, decoder.draft_vocabulary, self.config.k)
-        self.chooser = self._chooser(noise)
+        self.noise = KeyedNoise(seed, sample) if request.samples else None
+        self.draft = decoder.draft_proposer(self.config) if config.drafts else None
+        self.chooser = self._chooser()
+        self.proposers: list[Proposer] = []
+        if config.copies or (config.drafts and self.draft is None):
+            self.proposers.append(SuffixProposer(self.config.k))
         if self.draft is not None:
             self.draft.perturb = self.chooser.perturb(request.temperature)
-        copier = [SuffixProposer(self.config.k)] if config.copies or (config.drafts and self.draft is None) else []
-        self.proposers: list[Proposer] = [*copier, *([self.draft] if self.draft else [])]
-        self._noise = noise
+            self.proposers.append(self.draft)
         self._prefill(reuse_cache)
 
-    def _chooser(self, noise: KeyedNoise | None) -> KeyedChooser | RejectionChooser:
-        if self.config.verification == "rejection" and noise is not None:
+    def _chooser(self) -> KeyedChooser | RejectionChooser:
+        processors, temperature = self.request.processors, self.request.temperature
+        if self.config.verification == "rejection" and self.noise is not None:
             drafted = self.draft.logits if self.draft else {}
-            return RejectionChooser(self.request.processors, noise, self.request.temperature, drafted, self.outputs)
-        return KeyedChooser(self.request.processors, noise, self.outputs)
+            return RejectionChooser(processors, self.noise, temperature, drafted, self.outputs)
+        return KeyedChooser(processors, self.noise, self.outputs)
 
     def _prefill(self, reuse_cache: bool) -> None:
         """Both models read the text but for its last token, which is the first root."""
         chunk = self.request.config.prefill_chunk_size
         engines = [self.target, *([self.draft.engine] if self.draft else [])]
-        with self.decoder.loan, self.stats.clock("prefill"):
+        with self.loan, self.stats.clock("prefill"):
             for engine in engines:
                 engine.rewind(len(engine.text) if reuse_cache else 0)
                 engine.reserve(self.request.max_length + self.config.nodes)
@@ -95,7 +96,7 @@ class Decoding:
     def step(self) -> Step:
         """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
         self.decoder.claim(self)
-        with self.decoder.loan:
+        with self.loan:
             with self.stats.clock("draft"):
                 graph, tree = self.grow()
             with self.stats.clock("verify"):
@@ -131,8 +132,8 @@ class Decoding:
         self.text.extend(chosen.tokens)
         if chosen.stopped:
             self.finish_reason = self._finish_reason()
-        if self._noise is not None:
-            self._noise.forget_before(len(self.text))
+        if self.noise is not None:
+            self.noise.forget_before(len(self.text))
         self.stats.count(step)
         if self.draft is not None:
             self.stats.draft_passes, self.stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
@@ -156,7 +157,7 @@ class Decoding:
         return self.text[self.prompt_length :]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class GraphDecoder:
     """Decodes a `transformers` model with a token graph; the tokens are those of plain decoding.
 
@@ -177,7 +178,7 @@ class GraphDecoder:
             self.draft_engine = checked_engine(self.draft_model)
             self.draft_vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
             models.append(self.draft_model)
-        self.loan = Loan(*models)
+        self.models = models
         self._running: Decoding | None = None
         for model, engine in zip(models, (self.target_engine, self.draft_engine), strict=False):
             if engine is not None and not engine.branching:
@@ -187,6 +188,12 @@ class GraphDecoder:
     @property
     def can_branch(self) -> bool:
         return self.target_engine.branching and (self.draft_engine is None or self.draft_engine.branching)
+
+    def draft_proposer(self, config: GraphConfig) -> ModelProposer | None:
+        """The draft model as a source of edges, if there is one."""
+        if self.draft_engine is None:
+            return None
+        return ModelProposer(self.draft_engine, self.draft_vocabulary, config.k)
 
     @property
     def vocabulary_size(self) -> int:

@@ -64,8 +64,14 @@ class TokenTree:
 
     def first(self, nodes: int) -> TokenTree:
         """The tree of the best nodes alone."""
-        columns = (self.tokens, self.parents, self.depths, self.nodes, self.scores)
-        return TokenTree(*(column[:nodes] for column in columns), sources=self.sources[:nodes])
+        return TokenTree(
+            self.tokens[:nodes],
+            self.parents[:nodes],
+            self.depths[:nodes],
+            self.nodes[:nodes],
+            self.scores[:nodes],
+            self.sources[:nodes],
+        )
 
 
 class TokenGraph:

@@ -17,7 +17,7 @@ from scipy import stats
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from draftgraph import GraphConfig, GraphDecoder, UsageError
-from draftgraph.choose import KeyedChooser, Outputs, Prefix
+from draftgraph.choose import KeyedChooser, Outputs, Prefix, RejectionChooser
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
 
 VOCAB = 6
@@ -79,7 +79,7 @@ def sampled(decoder: GraphDecoder, length: int, rows: int, seeds: range, **argum
 @pytest.mark.parametrize("arguments", [PLAIN, WARPED], ids=["plain", "temperature and top-p"])
 def test_plain_sampling_has_the_exact_distribution(arguments):
     decoder = GraphDecoder(*tiny_pair(), config=GraphConfig(mode="off"))
-    texts = sampled(decoder, 2, 100, range(10), **arguments)
+    texts = sampled(decoder, 2, 80, range(10), **arguments)
     chances = exact_chances(2, warped=arguments is WARPED)
     assert fit(texts, chances) > UNLIKELY
     other = exact_chances(2, warped=arguments is PLAIN)
@@ -104,6 +104,21 @@ def test_the_rule_of_choice_has_the_exact_distribution_over_three_tokens():
     assert fit(texts, exact_chances(3, warped=False)) > UNLIKELY
 
 
+def test_the_rule_of_rejection_has_the_exact_distribution():
+    """Also that drafting, accepting and choosing again use noise that is independent."""
+    p = torch.tensor([0.02, 0.45, 0.03, 0.25, 0.15, 0.10], dtype=torch.float64)
+    logits, temperature, position = torch.tensor([[3.0, 0.5, 2.5, 1.0, -1.0, 2.0]]), 1.5, 9
+    tokens, accepted = [], 0
+    for sample in range(6000):
+        chooser = RejectionChooser(LogitsProcessorList(), KeyedNoise(5, sample), temperature, {0: logits[0]})
+        drafted = int(chooser.perturb(temperature)(logits, np.array([position])).argmax())
+        tokens.append(chooser.choose(p, 0, drafted, position))
+        accepted += tokens[-1] == drafted
+    assert stats.chisquare(np.bincount(tokens, minlength=VOCAB), len(tokens) * p.numpy()).pvalue > UNLIKELY
+    overlap = torch.minimum(p, torch.softmax(logits[0].double() / temperature, dim=-1)).sum().item()
+    assert accepted / len(tokens) == pytest.approx(overlap, abs=0.02)
+
+
 def rejecting(length: int, draft: Any) -> GraphDecoder:
     config = GraphConfig(mode="chain", verification="rejection", chain_length=length)
     return GraphDecoder(tiny_pair()[0], draft, config=config)
@@ -111,7 +126,7 @@ def rejecting(length: int, draft: Any) -> GraphDecoder:
 
 @pytest.mark.parametrize("arguments", [PLAIN, WARPED], ids=["plain", "temperature and top-p"])
 def test_rejection_sampling_preserves_the_distribution(arguments):
-    texts = [text[:2] for text in sampled(rejecting(2, tiny_pair()[1]), 3, 100, range(10), **arguments)]
+    texts = [text[:2] for text in sampled(rejecting(2, tiny_pair()[1]), 3, 80, range(8), **arguments)]
     assert fit(texts, exact_chances(2, warped=arguments is WARPED)) > UNLIKELY
 
 
