@@ -13,7 +13,7 @@ import torch
 
 import draftgraph
 from draftgraph import GraphConfig, Pair
-from draftgraph.inspect import GraphReport, Panel, side_by_side_svg
+from draftgraph.inspect import Panel, side_by_side_svg
 
 IMAGES = Path(__file__).parent / "images"
 PROMPT = "List the days of the week and say something nice about each."
@@ -30,13 +30,6 @@ def noisy(model: Any) -> Any:
     return draft
 
 
-def report(pair: Pair, config: GraphConfig) -> GraphReport:
-    steps: list[Any] = []
-    pair.decoder.observer = steps.append
-    pair.generate(PROMPT, max_new_tokens=40, config=config)
-    return GraphReport.of(steps, pair.tokenizer.decode, PROMPT, config)
-
-
 def write(name: str, panels: list[Panel], **options: Any) -> None:
     IMAGES.mkdir(exist_ok=True)
     for theme, suffix in (("light", ""), ("dark", "-dark")):
@@ -46,7 +39,7 @@ def write(name: str, panels: list[Panel], **options: Any) -> None:
 def main() -> None:
     loaded = draftgraph.load(dtype="float32", device="cpu")
     pair = Pair(loaded.target, noisy(loaded.target), loaded.tokenizer)
-    graph, tree = report(pair, GraphConfig(mode="graph")), report(pair, GraphConfig(mode="tree"))
+    graph, tree = (pair.inspect(PROMPT, max_new_tokens=40, config=GraphConfig(mode=mode)) for mode in ("graph", "tree"))
     merged = next(step for step in graph.steps if any(node.alias_of is not None for node in step.nodes))
     same_place = next(step for step in tree.steps if step.position == merged.position)
     last = max(node.index for node in merged.tree if node.source == "merged")

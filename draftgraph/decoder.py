@@ -90,8 +90,11 @@ class Decoding:
 
     def __iter__(self) -> Iterator[list[int]]:
         """The tokens of every step, until a stop condition holds."""
+        return (step.tokens for step in self.steps())
+
+    def steps(self) -> Iterator[Step]:
         while self.finish_reason is None:
-            yield self.step().tokens
+            yield self.step()
 
     def step(self) -> Step:
         """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -16,6 +16,9 @@ from draftgraph.generation import context_window, prepare
 from draftgraph.models import check_same_tokens, load_model
 from draftgraph.stats import Stats
 from draftgraph.text import Messages, TextStream, decode, encode
+
+if TYPE_CHECKING:
+    from draftgraph.inspect import GraphReport
 
 NEW_TOKENS = 256
 
@@ -84,6 +87,14 @@ class Pair:
         """The text as it comes, never half a character; takes what `generate` takes."""
         decoding = self.start(prompt, **arguments)
         yield from self.pieces(decoding)
+
+    def inspect(self, prompt: str | Messages, **arguments: Any) -> GraphReport:
+        """The graphs behind an answer, to look at: it shows itself in a notebook, and as HTML, SVG, DOT or JSON."""
+        from draftgraph.inspect import GraphReport
+
+        decoding = self.start(prompt, **arguments)
+        shown = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+        return GraphReport.of(list(decoding.steps()), self.tokenizer.decode, shown, decoding.config)
 
     def pieces(self, decoding: Decoding) -> Iterator[str]:
         text = TextStream(self.tokenizer)

@@ -62,8 +62,8 @@ def inspect(
     seen: list[Step] = []
     with busy("reading the prompt") as show:
         decoding = pair.start(text, config=config, **sampling)
-        pair.decoder.observer = seen.append
-        for _ in decoding:
+        for taken in decoding.steps():
+            seen.append(taken)
             show(f"step {len(seen)}")
             if len(seen) == (step or steps):
                 break
