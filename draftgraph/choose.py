@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from draftgraph.graph import ROOT, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
+
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass
@@ -185,7 +187,12 @@ class Walk:
 
     path: list[int]  # accepted tree nodes, the root left out
     tokens: list[int]
-    stopped: bool
+    finish_reason: FinishReason | None  # None: the text goes on
+
+    @property
+    def visited(self) -> list[int]:
+        """The nodes at which a token was chosen."""
+        return [ROOT, *self.path][: len(self.tokens)]
 
 
 def walk(tree: TokenTree, logits: Tensor, chooser: Chooser, prefix: Prefix, criteria: StoppingCriteriaList) -> Walk:
@@ -200,6 +207,14 @@ def walk(tree: TokenTree, logits: Tensor, chooser: Chooser, prefix: Prefix, crit
         if child is not None:
             path.append(child)
             node = child
-        if bool(criteria(prefix.view, chooser.outputs.scores_so_far).all()):
-            return Walk(path, tokens, stopped=True)
-    return Walk(path, tokens, stopped=False)
+        if reason := finish_reason(criteria, prefix, chooser.outputs.scores_so_far):
+            return Walk(path, tokens, reason)
+    return Walk(path, tokens, None)
+
+
+def finish_reason(criteria: StoppingCriteriaList, prefix: Prefix, scores: Any) -> FinishReason | None:
+    """Asks every stop condition once, as `generate` does; "length" if only length or time ran out."""
+    held = [criterion for criterion in criteria if bool(torch.as_tensor(criterion(prefix.view, scores)).all())]
+    if not held:
+        return None
+    return "length" if all(isinstance(one, MaxLengthCriteria | MaxTimeCriteria) for one in held) else "stop"

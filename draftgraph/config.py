@@ -59,7 +59,7 @@ class GraphConfig:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode)
         for name, value in MODE_DEFAULTS[self.mode].items():
-            if getattr(self, name) is None:
+            if getattr(self, name) is None or self.mode == "chain":  # a chain has no use for them
                 object.__setattr__(self, name, value)
         for name in CHOICES:
             check_choice(name, getattr(self, name))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftgraph.choose import KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
+from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
 from draftgraph.config import GraphConfig
 from draftgraph.cost import CostModel, FlatCost, nodes_worth_checking
 from draftgraph.drafting import Proposer, grow
@@ -20,10 +20,12 @@ from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.engine.runner import Engine, common_prefix
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.fields import setting
 from draftgraph.generation import Request, prepare, unpadded_rows
 from draftgraph.graph import TokenGraph, TokenTree
 from draftgraph.noise import KeyedNoise
 from draftgraph.output import GraphOutput, gathered
+from draftgraph.rows import apart, row_arguments
 from draftgraph.stats import Stats
 from draftgraph.trace import Observer, Step
 
@@ -52,7 +54,7 @@ class Decoding:
         self.prefix = Prefix.of(ids, request.max_length, padding)
         self.text: list[int] = ids[0, padding:].tolist()
         self.prompt_length = self.stats.prompt_tokens = len(self.text)
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.config = config if decoder.can_branch else replace(config, k=1)
         self.cost = config.cost if isinstance(config.cost, CostModel) else FlatCost.for_device(self.target.device)
 
@@ -105,7 +107,7 @@ class Decoding:
             with self.stats.clock("verify"):
                 logits = self.verify(tree)
             with self.stats.clock("other"):
-                chosen = walk(tree, logits, self.chooser, self.prefix, self.request.criteria)
+                chosen = self.walk(tree, logits)
                 return self.commit(graph, tree, chosen)
 
     def grow(self) -> tuple[TokenGraph, TokenTree]:
@@ -120,21 +122,24 @@ class Decoding:
 
     def verify(self, tree: TokenTree) -> Tensor:
         """The target's logits at every node, in one pass. # [nodes, vocabulary]"""
-        logits = self.target.forward(tree.tokens, tree.depths, tree.mask)
-        if not self.request.may_be_invalid and not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        return self.target.forward(tree.tokens, tree.depths, tree.mask)
+
+    def walk(self, tree: TokenTree, logits: Tensor) -> Walk:
+        """The path that the target agrees with, and the token that it adds."""
+        chosen = walk(tree, logits, self.chooser, self.prefix, self.request.criteria)
+        if not self.request.may_be_invalid and not bool(torch.isfinite(logits[chosen.visited].amax(dim=-1)).all()):
             raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
-        return logits
+        return chosen
 
     def commit(self, graph: TokenGraph, tree: TokenTree, chosen: Walk) -> Step:
         """The accepted path becomes text in both caches; the rest is forgotten."""
-        step = Step(len(self.text) - 1, graph, tree, chosen.path, chosen.tokens, chosen.stopped)
+        step = Step(len(self.text) - 1, graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         accepted = [0, *chosen.path]
         self.target.commit(accepted, tree.tokens[accepted].tolist())
         for proposer in self.proposers:
             proposer.commit(tree, chosen.path, graph)
         self.text.extend(chosen.tokens)
-        if chosen.stopped:
-            self.finish_reason = self._finish_reason()
+        self.finish_reason = chosen.finish_reason
         if self.noise is not None:
             self.noise.forget_before(len(self.text))
         self.stats.count(step)
@@ -150,10 +155,6 @@ class Decoding:
         limits = [engine.depth_limit(len(self.text) - 1) for engine in engines]
         remaining = self.request.max_length - self.prefix.length - 1
         return max(0, min([remaining, *(limit for limit in limits if limit is not None)]))
-
-    def _finish_reason(self) -> str:
-        reached_end = self.prefix.length >= self.request.max_length and self.text[-1] not in self.request.eos_ids
-        return "length" if reached_end else "stop"
 
     @property
     def new_tokens(self) -> list[int]:
@@ -222,15 +223,20 @@ class GraphDecoder:
         Takes `generate`'s arguments (`max_new_tokens`, `do_sample`, `temperature`, `logits_processor`, ...), and a
         `seed`: sampled text depends on it, the prompt and the arguments, and on nothing else.
         """
-        rows = unpadded_rows(input_ids, attention_mask, self._generation_config(arguments))
-        if streamer is not None and len(rows) > 1:
-            raise UsageError("streamer works with one prompt at a time: pass one row of input_ids")
+        model = unwrapped(self.target_model)
+        names = ("pad_token_id", "eos_token_id", "num_return_sequences")
+        pad, eos, samples = (setting(name, model, arguments) for name in names)
+        rows = unpadded_rows(input_ids, attention_mask, pad, eos)
+        width = torch.as_tensor(input_ids).shape[-1]
+        if streamer is not None and len(rows) * (samples or 1) > 1:
+            raise UsageError("streamer works with one text at a time: pass one row, and ask for one sequence")
         if streamer is not None:
             streamer.put(rows[0].cpu())
         seed = fresh_seed() if seed is None else seed
         decodings: list[Decoding] = []
-        for ids in rows:
-            request = prepare(self.target_model, self._checked(ids), tokenizer, **arguments)
+        for index, ids in enumerate(rows):
+            given = row_arguments(model, arguments, index, len(rows), width - ids.shape[1])
+            request = prepare(self.target_model, self._checked(ids), tokenizer, **given)
             for row in range(len(request.input_ids)):
                 decoding = self.start(request, row, seed, logprobs=logprobs, config=config)
                 for tokens in decoding:
@@ -257,6 +263,7 @@ class GraphDecoder:
         detailed = bool(wanted.return_dict_in_generate)
         outputs = Outputs(bool(wanted.output_scores) and detailed, bool(wanted.output_logits) and detailed, logprobs)
         self._running = None
+        request = apart(request, row, unwrapped(self.target_model))
         decoding = Decoding(self, request, row, seed, outputs, config or self.config, reuse_cache)
         self._running = decoding
         return decoding
@@ -265,10 +272,6 @@ class GraphDecoder:
         """Two texts cannot share one cache: the one started last has it."""
         if self._running is not decoding:
             raise DraftGraphError("another text was started with this decoder: finish one before the next")
-
-    def _generation_config(self, arguments: dict[str, Any]) -> Any:
-        given = arguments.get("generation_config")
-        return given if given is not None else unwrapped(self.target_model).generation_config
 
     def _checked(self, ids: Tensor) -> Tensor:
         rows = self.target_model.get_input_embeddings().weight.shape[0]

@@ -179,7 +179,7 @@ def own_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> I
             config.stop_strings = original
 
 
-def unpadded_rows(input_ids: Any, attention_mask: Tensor | None, config: GenerationConfig) -> list[Tensor]:
+def unpadded_rows(input_ids: Any, attention_mask: Tensor | None, pad: int | None, eos: Any) -> list[Tensor]:
     """The rows of a left-padded batch without their padding, each [1, length]."""
     try:
         ids = torch.as_tensor(input_ids)
@@ -190,7 +190,7 @@ def unpadded_rows(input_ids: Any, attention_mask: Tensor | None, config: Generat
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.is_floating_point():
         raise UsageError(f"input_ids must be whole numbers of shape [batch, length], not {list(ids.shape)} {ids.dtype}")
-    mask = inferred_mask(ids, config) if attention_mask is None else torch.as_tensor(attention_mask)
+    mask = inferred_mask(ids, pad, eos) if attention_mask is None else torch.as_tensor(attention_mask)
     if mask.numel() != ids.numel():
         raise UsageError(
             f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}: make them the same"
@@ -201,9 +201,8 @@ def unpadded_rows(input_ids: Any, attention_mask: Tensor | None, config: Generat
     return [row[seen][None] for row, seen in zip(ids, mask, strict=True)]
 
 
-def inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor:
+def inferred_mask(ids: Tensor, pad: int | None, eos: int | list[int] | None) -> Tensor:
     """As `generate` infers it: padding is the pad token, unless that also ends a text."""
-    pad, eos = config.pad_token_id, config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
     if pad is None or pad in ends:
         return torch.ones_like(ids)

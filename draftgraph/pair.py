@@ -11,9 +11,11 @@ import torch
 
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import Decoding, GraphDecoder, fresh_seed
+from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.generation import context_window, prepare
 from draftgraph.models import check_same_tokens, load_model
+from draftgraph.rows import row_arguments
 from draftgraph.stats import Stats
 from draftgraph.text import Messages, TextStream, decode, encode
 
@@ -68,9 +70,13 @@ class Pair:
         the arguments of `GraphDecoder.generate`: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
         `repetition_penalty`, `seed`, `logits_processor`, `stopping_criteria`, `stop_strings`, `streamer`, ...
         """
-        if isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt):
+        prompts = [one for one in prompt if isinstance(one, str)] if isinstance(prompt, list) else []
+        if prompts and len(prompts) < len(prompt):
+            raise UsageError("a list is either of prompts or of messages: this one has both")
+        if prompts:
             arguments.setdefault("seed", fresh_seed())
-            return [self.generate(one, **arguments) for one in prompt]  # type: ignore[arg-type]
+            model, rows = unwrapped(self.target), len(prompts)
+            return [self.generate(one, **row_arguments(model, arguments, row, rows)) for row, one in enumerate(prompts)]
         streamer = arguments.pop("streamer", None)
         decoding = self.start(prompt, **arguments)  # type: ignore[arg-type]
         if streamer is not None:
@@ -121,6 +127,8 @@ class Pair:
         """A decoding to iterate over, for callers that want every step."""
         if temperature is not None and temperature < 0:
             raise UsageError(f"temperature must be 0 (greedy) or more, not {temperature}")
+        if (arguments.get("num_return_sequences") or 1) > 1:
+            raise UsageError("num_return_sequences gives one text here: call generate again with another seed")
         if self.tokenizer is None:
             raise UsageError("this pair has no tokenizer: use GraphDecoder with token ids")
         if do_sample is None:

@@ -22,7 +22,7 @@ OF_ALL_PROMPTS = (EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyL
 LISTS = {"logits_processor": LogitsProcessorList, "stopping_criteria": StoppingCriteriaList}
 
 
-def row_arguments(model: Any, arguments: dict[str, Any], row: int, rows: int, padding: int) -> dict[str, Any]:
+def row_arguments(model: Any, arguments: dict[str, Any], row: int, rows: int, padding: int = 0) -> dict[str, Any]:
     """The arguments of `generate` for one row of a batch, whose padding is left out."""
     if rows == 1:
         return arguments

@@ -20,7 +20,11 @@ class Step:
     tree: TokenTree
     path: list[int]  # accepted tree nodes, the root left out
     tokens: list[int]  # what the target chose: the accepted tokens and one more
-    stopped: bool  # a stop condition ended the text inside this step
+    finish_reason: str | None = None  # the text ended inside this step
+
+    @property
+    def stopped(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def rejection(self) -> Reason | None:

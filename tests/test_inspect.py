@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from draftgraph.config import GraphConfig
+from draftgraph.cost import FlatCost
 from draftgraph.errors import UsageError
 from draftgraph.graph import ROOT, Source, TokenGraph
 from draftgraph.inspect import GraphReport, Panel, side_by_side_svg
@@ -61,7 +62,7 @@ class Words:
             assert child is not None
             path.append(child)
         chosen = [self[word] for word in accepted] + ([] if bonus is None else [self[bonus]])
-        return Step(7, graph, tree, path[1:], chosen, stopped=bonus is None)
+        return Step(7, graph, tree, path[1:], chosen, finish_reason="stop" if bonus is None else None)
 
 
 MERGED: list[Growth] = [
@@ -155,9 +156,8 @@ def test_json_of_another_version_is_refused(report: GraphReport) -> None:
 
 
 def test_a_cost_model_of_ones_own_is_named() -> None:
-    class Dear:
-        def floor(self) -> float:
-            return 0.9
+    class Dear(FlatCost):
+        pass
 
     assert GraphReport.of([], str, "", GraphConfig(cost=Dear())).config["cost"] == "Dear"
 

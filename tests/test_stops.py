@@ -194,7 +194,7 @@ def test_max_time_ends_the_text():
         (tokens,) = output.new_token_ids
         assert 1 <= len(tokens) <= 3
         assert tokens == plain_text()[: len(tokens)]
-        assert output.finish_reasons == ["stop"]
+        assert output.finish_reasons == ["length"]
 
 
 @pytest.mark.parametrize("mode", MODES)
