@@ -36,7 +36,7 @@ class FlatCost:
 
     @classmethod
     def for_device(cls, device: torch.device) -> FlatCost:
-        return cls(node=0.06, entry=0.4) if device.type == "cpu" else cls()
+        return cls(node=0.03, entry=0.6) if device.type == "cpu" else cls()
 
     def of_pass(self, nodes: Ints) -> Floats:
         return np.where(nodes > 1, 1.0 + self.entry + self.node * (nodes - 1), 1.0)
