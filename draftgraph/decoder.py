@@ -83,10 +83,10 @@ class Decoding:
         engines = [self.target, *([self.draft.engine] if self.draft else [])]
         with self.loan, self.stats.clock("prefill"):
             for engine in engines:
-                engine.rewind(len(engine.text) if reuse_cache else 0)
+                engine.begin(len(self.text), reuse_cache)
                 engine.reserve(self.request.max_length + self.config.nodes)
             self.target.rewind(common_prefix(self.target.text, self.text[:-1]))
-            self.target.prefill(self.text[len(self.target.text) : -1], chunk)
+            self.target.prefill(self.text[len(self.target.text) : -1], chunk, self.text[-1])
             if self.draft is not None:
                 self.draft.catch_up(self.text, chunk)
 

@@ -128,5 +128,5 @@ def test_encoder_decoders_are_refused_by_name() -> None:
 def test_a_checked_model_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target_of("llama")
     GraphDecoder(model)
-    monkeypatch.setattr(selfcheck, "_branches", lambda model: pytest.fail("checked twice"))
+    monkeypatch.setattr(selfcheck, "_abilities", lambda model: pytest.fail("checked twice"))
     GraphDecoder(model)

@@ -221,7 +221,7 @@ def test_a_cached_prefix_is_kept_between_turns() -> None:
     longer = torch.tensor([[*decoding.text, 3, 1, 4]])
     fed: list[int] = []
     honest = decoder.target_engine.prefill
-    decoder.target_engine.prefill = lambda tokens, chunk=None: (fed.append(len(tokens)), honest(tokens, chunk))[1]  # type: ignore[method-assign,assignment]
+    decoder.target_engine.prefill = lambda tokens, *rest: (fed.append(len(tokens)), honest(tokens, *rest))[1]  # type: ignore[method-assign,assignment]
     again = decoder.start(prepare(target, longer, max_new_tokens=20), reuse_cache=True)
     for _ in again:
         pass

@@ -20,6 +20,7 @@ class SlotLayer(CacheLayerMixin):
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.capacity = capacity
         self.length = 0
+        self.index_keys: Tensor | None = None  # of sparse attention: what its indexer compares, [batch, slots, size]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -58,12 +59,22 @@ class SlotLayer(CacheLayerMixin):
         self.length = end
         return keys[:, :, :end], values[:, :, :end]
 
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Called after `update`, with as many tokens."""
+        start = self.length - indexer_key_states.shape[1]
+        kept = indexer_key_states[:, :0] if self.index_keys is None else self.index_keys[:, :start]
+        self.index_keys = torch.cat([kept, indexer_key_states], dim=1)
+        return self.index_keys
+
     def gather(self, start: int, slots: Tensor) -> None:
         """Moves the given slots behind the first `start` ones and forgets the rest."""
+        if not self.is_initialized:  # a layer that the model skips stays empty
+            return
         end = start + len(slots)
-        if self.is_initialized:
-            for states in self.slots:
-                states[:, :, start:end] = states[:, :, slots.to(states.device)]
+        for states in self.slots:
+            states[:, :, start:end] = states[:, :, slots.to(states.device)]
+        if self.index_keys is not None:
+            self.index_keys[:, start:end] = self.index_keys[:, slots.to(self.index_keys.device)]
         self.length = end
 
     def rewind(self, length: int) -> None:
@@ -84,6 +95,11 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=SlotLayer)
+        self.offsets: Tensor | None = None  # [queries], in a pass over a tree: see get_seq_length
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """What a model adds to 0, 1, 2, ... for the positions of its tokens: in a tree, another number for each."""
+        return super().get_seq_length(layer_idx) if self.offsets is None else self.offsets
 
     @property
     def slot_layers(self) -> list[SlotLayer]:

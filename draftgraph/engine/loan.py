@@ -17,6 +17,12 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def adapters(model: Any) -> list[tuple[tuple[str, ...], bool]]:
+    """Which adapters take part in a pass, and whether they are switched off: a PEFT layer knows both."""
+    layers = (module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool))
+    return sorted({(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers})
+
+
 class Loan:
     """While entered: no gradients, evaluation mode, attention that takes masks. May be entered again and again."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftgraph.engine.attention import graph_masks
 from draftgraph.engine.cache import SlotCache
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.graph import Bools, Ints
 
@@ -28,9 +28,11 @@ class Engine(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def begin(self, length: int, reuse: bool) -> None: ...
+
     def reserve(self, capacity: int) -> None: ...
 
-    def prefill(self, tokens: list[int], chunk: int | None = None) -> None: ...
+    def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None: ...
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor: ...
 
@@ -44,15 +46,17 @@ class Engine(Protocol):
 class EagerEngine:
     """Plain forward passes of the user's own module, on its device and in its dtype."""
 
-    def __init__(self, model: Any, branching: bool = True) -> None:
+    def __init__(self, model: Any, branching: bool = True, offsets: bool = True) -> None:
         self.model = model
         self.branching = branching
+        self._offsets = offsets  # whether the model can be told the text's length per token
         self.text: list[int] = []
         self.scratch = 0
         self._scratch_depths: list[int] = []
         self._cache = SlotCache()
         self._config = model.config.get_text_config(decoder=True)
         self._switch = RopeSwitch.of(model)
+        self._adapters = adapters(model)
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -61,12 +65,26 @@ class EagerEngine:
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
 
+    def begin(self, length: int, reuse: bool) -> None:
+        """Before a prompt of this length: keeps the text so far only if it would be computed the same way again."""
+        known, self._adapters = self._adapters, adapters(self.model)
+        crosses = self._switch is not None and max(length, len(self.text)) > self._switch.boundary
+        if not reuse or crosses or known != self._adapters:
+            self.rewind(0)
+            if self._switch and self._switch.changes_always:  # it remembers the longest text, until it sees a short one
+                self._run([0], [0], None, keep=1)
+                self.rewind(0)
+
     def reserve(self, capacity: int) -> None:
         self._cache.reserve(capacity)
 
-    def prefill(self, tokens: list[int], chunk: int | None = None) -> None:
-        """Commits tokens without looking at their logits."""
-        chunk = len(tokens) if self._switch else chunk or PREFILL_CHUNK
+    def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None:
+        """Commits tokens without looking at their logits; `following` comes behind them and is scored later."""
+        if self._switch and tokens:  # its frequencies are those of the longest position, as in `generate`'s first pass
+            extra = [] if following is None else [following]
+            self._run([*tokens, *extra], range(len(tokens) + len(extra)), None, keep=1)
+            return self.commit(list(range(len(tokens))), tokens)
+        chunk = chunk or PREFILL_CHUNK
         for start in range(0, len(tokens), max(chunk, 1)):
             piece = tokens[start : start + chunk]
             self._run(piece, range(len(piece)), None, keep=1)
@@ -118,6 +136,7 @@ class EagerEngine:
             arguments["position_ids"] = positions[None, self.scratch :]
         if keep and self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
+        offsets = None
         if visible is not None:
             seen = torch.ones((len(tokens), length + len(positions)), dtype=torch.bool, device=device)
             seen[:, length:] = torch.from_numpy(visible).to(device)
@@ -125,6 +144,9 @@ class EagerEngine:
             arguments["attention_mask"] = graph_masks(
                 self._config, seen, positions[self.scratch :], keys, self.model.dtype
             )
+            if self._offsets:
+                offsets = positions[self.scratch :] - torch.arange(len(tokens), device=device)
+        self._cache.offsets = offsets
         self._cache.rewind(length + self.scratch)  # drops what an interrupted pass may have left
         logits = self.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
         self.scratch += len(tokens)

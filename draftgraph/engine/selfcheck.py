@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.loan import Loan, evaluating, unwrapped
+from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
 from draftgraph.engine.runner import EagerEngine
 from draftgraph.errors import UnsupportedModelError
 
 TEXT_LENGTH = 5
 LONGEST_WINDOW = 512  # a smaller window is crossed by the check's text
+SHORT_WINDOW = 8  # stands in for a longer one while a model is checked
 PARENTS = np.array([-1, 0, 0, 1, 2, 1])  # branches that part at the root and at a child
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 4e-2, torch.bfloat16: 2e-1}
 RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "hybrid", "moe_mamba", "ssm")
 
-_engines: weakref.WeakKeyDictionary[Any, tuple[str | None, bool]] = weakref.WeakKeyDictionary()
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+_engines: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, bool]]] = weakref.WeakKeyDictionary()
 
 
 def checked_engine(model: Any) -> EagerEngine:
     """An engine for a model that passed the check; a model that cannot branch is given chains only."""
-    key = (getattr(unwrapped(model).config, "_attn_implementation", None), _adapters(model))
+    refuse_unrewindable(model)
+    key = (getattr(unwrapped(model).config, "_attn_implementation", None), adapters(model))
     known = _engines.get(model)
     if known is None or known[0] != repr(key):
-        refuse_unrewindable(model)
-        _engines[model] = known = (repr(key), _branches(model))
-    return EagerEngine(model, branching=known[1])
+        with short_windows(model):
+            _engines[model] = known = (repr(key), _abilities(model))
+    return EagerEngine(model, **known[1])
 
 
 def refuse_unrewindable(model: Any) -> None:
@@ -48,53 +56,77 @@ def refuse_unrewindable(model: Any) -> None:
             f"{type(model).__name__} puts learned prompts before the text: merge or remove them"
         )
     config = inner.config.get_text_config(decoder=True)
-    kinds = {kind for kind in getattr(config, "layer_types", None) or [] if any(word in kind for word in RECURRENT)}
-    if kinds or getattr(inner, "_is_stateful", False):
-        layers = f" ({', '.join(sorted(kinds))} layers)" if kinds else ""
-        raise UnsupportedModelError(
-            f"{name} keeps a recurrent state{layers} that cannot be rewound to an accepted path"
-        )
+    layers = set(getattr(config, "layer_types", None) or [])
+    recurrent = {kind for kind in layers if any(word in kind for word in RECURRENT)}
+    stateful = getattr(inner, "_is_stateful", False)
+    odd = recurrent or (layers - ATTENTION if stateful else set())
+    if odd or (stateful and not layers):
+        state = "a recurrent state" if recurrent or not layers else "a state beside keys and values"
+        named = f" ({', '.join(sorted(odd))} layers)" if odd else ""
+        raise UnsupportedModelError(f"{name} keeps {state}{named} that cannot be rewound to an accepted path")
 
 
-def _branches(model: Any) -> bool:
-    """True: trees are right. False: only chains are. Neither: refused."""
+def _abilities(model: Any) -> dict[str, bool]:
+    """What an engine may do with the model: trees, or only chains. Neither: refused."""
     name = type(unwrapped(model)).__name__
-    problem = _tree_problem(model, PARENTS)
-    if problem is None:
-        return True
-    chain_problem = _tree_problem(model, np.arange(-1, 3))
-    if chain_problem is None:
-        return False
-    raise UnsupportedModelError(f"{name} cannot be decoded with a rewindable cache: {chain_problem}")
+    if problem := _problem(partial(_cached_difference, model)):
+        raise UnsupportedModelError(f"{name} cannot be decoded token by token: {problem}")
+    for offsets in (True, False):
+        if _problem(partial(_tree_difference, model, PARENTS, offsets)) is None:
+            return {"branching": True, "offsets": offsets}
+    if problem := _problem(partial(_tree_difference, model, np.arange(-1, 3), False)):
+        raise UnsupportedModelError(f"{name} cannot be decoded with a rewindable cache: {problem}")
+    return {"branching": False, "offsets": False}
 
 
-def _tree_problem(model: Any, parents: Any) -> str | None:
-    """What goes wrong with a tree of these parents behind a short text, or None."""
+def _problem(check: Callable[[], str | None]) -> str | None:
+    """What a check says, or in one line why it could not be made."""
     try:
-        tokens, text = _sample_tokens(model, len(parents))
-        with Loan(model):
-            engine = EagerEngine(model)
-            engine.prefill(text)
-            depths, visible = _ancestry(parents)
-            first = len(parents) // 2  # two passes, so that scratch nodes of an earlier one are seen as well
-            scored = [
-                engine.forward(tokens[:first], depths[:first], visible[:first, :first]),
-                engine.forward(tokens[first:], depths[first:], visible[first:]),
-            ]
-        tree = torch.cat(scored).double()
-        plain = _plain_logits(model, text, tokens, visible).double()
+        return check()
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"{type(error).__name__}: {reason}"
-    return _difference(tree, plain, model.dtype)
 
 
-def _difference(tree: Tensor, plain: Tensor, dtype: torch.dtype) -> str | None:
+def _tree_difference(model: Any, parents: Any, offsets: bool) -> str | None:
+    """What goes wrong with a tree of these parents behind a short text, or None."""
+    tokens, text = _sample_tokens(model, len(parents))
+    with Loan(model):
+        engine = EagerEngine(model, offsets=offsets)
+        engine.prefill(text)
+        depths, visible = _ancestry(parents)
+        first = len(parents) // 2  # two passes, so that scratch nodes of an earlier one are seen as well
+        scored = [
+            engine.forward(tokens[:first], depths[:first], visible[:first, :first]),
+            engine.forward(tokens[first:], depths[first:], visible[first:]),
+        ]
+    return _difference(torch.cat(scored), _plain_logits(model, text, tokens, visible), model.dtype, "a token tree")
+
+
+def _cached_difference(model: Any) -> str | None:
+    """What goes wrong with the model's own cache, fed as `generate` does it, or None."""
+    tokens, text = _sample_tokens(model, 3)
+    chain = np.tri(len(tokens), dtype=bool)
+    with evaluating(model), torch.no_grad():
+        cache = _plain_pass(model, text, use_cache=True).get("past_key_values")
+        if cache is None:
+            return "it keeps no keys and values (use_cache=True returns no past_key_values)"
+        steps = []
+        for start, token in enumerate(tokens.tolist(), start=len(text)):
+            steps.append(_plain_pass(model, [token], start, use_cache=True, past_key_values=cache).logits[0, -1])
+    return _difference(
+        torch.stack(steps), _plain_logits(model, text, tokens, chain), model.dtype, "its own cached passes"
+    )
+
+
+def _difference(scored: Tensor, plain: Tensor, dtype: torch.dtype, what: str) -> str | None:
     if not torch.isfinite(plain).all():
         return "its logits are not finite"
-    off = ((tree - plain).abs().max() / plain.abs().max().clamp_min(1e-6)).item()
+    if scored.shape != plain.shape:
+        return f"{len(plain)} tokens give {len(scored)} rows of logits"
+    off = ((scored.double() - plain.double()).abs().max() / plain.double().abs().max().clamp_min(1e-6)).item()
     tolerance = TOLERANCE.get(dtype, 2e-1)
-    return None if off <= tolerance else f"logits of a token tree are {off:.1e} off those of plain passes"
+    return None if off <= tolerance else f"logits of {what} are {off:.1e} off those of plain passes"
 
 
 def _plain_logits(model: Any, text: list[int], tokens: Any, visible: Any) -> Tensor:
@@ -104,22 +136,50 @@ def _plain_logits(model: Any, text: list[int], tokens: Any, visible: Any) -> Ten
     with evaluating(model), torch.no_grad():
         for leaf in leaves:
             path = np.flatnonzero(visible[leaf])
-            ids = torch.tensor([text + tokens[path].tolist()], device=model.get_input_embeddings().weight.device)
-            logits = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -len(path) :]
+            logits = _plain_pass(model, text + tokens[path].tolist(), use_cache=False).logits[0, -len(path) :]
             rows.update(zip(path.tolist(), logits, strict=True))
     return torch.stack([rows[node] for node in range(len(tokens))])
+
+
+def _plain_pass(model: Any, tokens: list[int], start: int = 0, **arguments: Any) -> Any:
+    """With the positions that `generate` would give: some models have a default of their own."""
+    device = model.get_input_embeddings().weight.device
+    if "position_ids" in inspect.signature(unwrapped(model).forward).parameters:
+        arguments["position_ids"] = torch.arange(start, start + len(tokens), device=device)[None]
+    return model(input_ids=torch.tensor([tokens], device=device), return_dict=True, **arguments)
+
+
+@contextmanager
+def short_windows(model: Any) -> Iterator[None]:
+    """Windows too long for the check's text are short for a while; models read them from their configuration."""
+    text_config = unwrapped(model).config.get_text_config(decoder=True)
+    long = {key for key, value in _windows(text_config).items() if value > LONGEST_WINDOW}
+    holders = [text_config, *(module.config for module in model.modules() if hasattr(module, "config"))]
+    changes = [
+        (config, key, getattr(config, key))
+        for config in {id(config): config for config in holders}.values()
+        for key in long
+        if getattr(config, key, None) is not None
+    ]
+    try:
+        for config, key, _ in changes:
+            setattr(config, key, SHORT_WINDOW)
+        yield
+    finally:
+        for config, key, value in changes:
+            setattr(config, key, value)
+
+
+def _windows(config: Any) -> dict[str, int]:
+    values = config.to_dict().items()
+    return {key: value for key, value in values if isinstance(value, int) and ("window" in key or "chunk" in key)}
 
 
 def _sample_tokens(model: Any, nodes: int) -> tuple[Any, list[int]]:
     """Distinct-looking tokens for the tree and its text; the text outgrows any small window of the model."""
     config = unwrapped(model).config.get_text_config(decoder=True)
     rows = model.get_input_embeddings().weight.shape[0]
-    windows = [
-        value
-        for key, value in config.to_dict().items()
-        if isinstance(value, int) and ("window" in key or "chunk" in key) and 0 < value <= LONGEST_WINDOW
-    ]
-    length = max(windows, default=0) + TEXT_LENGTH
+    length = max((window for window in _windows(config).values() if window <= LONGEST_WINDOW), default=0) + TEXT_LENGTH
     room = getattr(config, "max_position_embeddings", None)
     if isinstance(room, int):
         length = max(1, min(length, room - nodes - 1))
@@ -132,7 +192,3 @@ def _ancestry(parents: Any) -> tuple[Any, Any]:
     for node, parent in enumerate(parents[1:], start=1):
         visible[node] |= visible[parent]
     return visible.sum(axis=1) - 1, visible
-
-
-def _adapters(model: Any) -> Any:
-    return getattr(model, "active_adapters", None) if hasattr(model, "peft_config") else None
