@@ -23,6 +23,7 @@ SMALL = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MHA = SMALL | {"num_key_value_heads": 4}
 
 
@@ -92,10 +93,62 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+# Tried lightly: other kinds of positions, caches and layers.
+MORE_FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama4": lambda: tf.Llama4TextConfig(
+        **SMALL, head_dim=8, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=48, floor_scale=16
+    ),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(
+        **MHA,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **SMALL, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN_ROPE
+    ),
+    "cohere2": lambda: tf.Cohere2Config(**SMALL, sliding_window=5),
+    "gptj": lambda: tf.GPTJConfig(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        rotary_dim=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "bart": lambda: tf.BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_position_embeddings=512,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        add_cross_attention=False,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        forced_eos_token_id=None,
+        pad_token_id=0,
+    ),
+}
+
+
 def target_of(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, sharpness: float = 3.0) -> Any:
     """A model with something to say: random weights, logits spread so that some tokens are likely and some are not."""
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(FAMILIES[family]()).to(dtype).eval()
+    model = tf.AutoModelForCausalLM.from_config((FAMILIES | MORE_FAMILIES)[family]()).to(dtype).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, perturbed, target_of
+from families import FAMILIES, MORE_FAMILIES, VOCAB, perturbed, target_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from draftgraph import GraphConfig, GraphDecoder, Stats
 from draftgraph.cost import FlatCost
 
 NEW_TOKENS = 32
+EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss")  # torch has no float64 experts
 CONFIGS = {
     "chain": [GraphConfig(mode="chain"), GraphConfig(mode="chain", chain_length=2)],
     "tree": [
@@ -66,7 +67,8 @@ def styles() -> dict[str, dict[str, Any]]:
 
 @cache
 def models(family: str) -> tuple[Any, Any]:
-    dtype = torch.float64 if len(family) % 2 and family != "mixtral" else torch.float32  # no float64 experts in torch
+    in_double = len(family) % 2 and family not in EXPERTS
+    dtype = torch.float64 if in_double else torch.float32
     target = target_of(family, dtype=dtype)
     return target, perturbed(target, 0.2)
 
@@ -125,7 +127,7 @@ def test_every_mode_gives_the_tokens_of_plain_decoding(mode: str, record_propert
     print(f"{mode}: {tally.runs} runs, accepted length {sum(mean) / len(mean):.2f}, {tally.merged} merged tokens")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 @pytest.mark.filterwarnings("ignore:.*cannot take a token tree")
 def test_plain_decoding_is_what_generate_does(family: str) -> None:
     target, _ = models(family)
@@ -133,6 +135,15 @@ def test_plain_decoding_is_what_generate_does(family: str) -> None:
     expected = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
     assert ids[0].tolist() + plainly_decoded(family, "greedy") == expected[0].tolist()
     assert len(set(plainly_decoded(family, "sampled, hot"))) > 2
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_families_of_other_kinds_keep_the_promise_too(family: str) -> None:
+    target, draft = models(family)
+    assert GraphDecoder(target, draft).can_branch
+    for style in ("greedy", "sampled"):
+        for config in (CONFIGS["graph"][1], CONFIGS["auto"][1], GraphConfig(mode="chain")):
+            assert decoded(family, config, style)[0] == plainly_decoded(family, style), config
 
 
 def test_two_thousand_tokens_with_many_merges_stay_the_same() -> None:
