@@ -130,3 +130,13 @@ def test_a_checked_model_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -
     GraphDecoder(model)
     monkeypatch.setattr(selfcheck, "_abilities", lambda model: pytest.fail("checked twice"))
     GraphDecoder(model)
+
+
+def test_caches_are_allocated_once_for_the_whole_text() -> None:
+    decoder = GraphDecoder(target_of("llama"))
+    decoder.generate([[1, 2, 3] * 4], max_new_tokens=2)
+    engine: Any = decoder.target_engine
+    engine.reserve(900)
+    kept = [layer.keys.data_ptr() for layer in engine._cache.slot_layers]
+    decoder.generate([[1, 2, 3] * 4], max_new_tokens=600)
+    assert [layer.keys.data_ptr() for layer in engine._cache.slot_layers] == kept

@@ -94,7 +94,8 @@ class SlotCache(Cache):
     """What a `transformers` model is given as `past_key_values`; layers appear as the model first writes them."""
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=SlotLayer)
+        self.capacity = GROWTH
+        super().__init__(layer_class_to_replicate=lambda: SlotLayer(self.capacity))  # type: ignore[arg-type]
         self.offsets: Tensor | None = None  # [queries], in a pass over a tree: see get_seq_length
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
@@ -106,6 +107,7 @@ class SlotCache(Cache):
         return cast(list[SlotLayer], self.layers)
 
     def reserve(self, capacity: int) -> None:
+        self.capacity = max(self.capacity, capacity)
         for layer in self.slot_layers:
             layer.reserve(capacity)
 
