@@ -179,7 +179,7 @@ def test_chat_keeps_its_cache_and_what_was_said_before_an_interruption(folder):
     assert conversation.turns[-1] == {"role": "assistant", "content": pair.output(decoding).text}
     engine, fed = pair.decoder.target_engine, []
     original = engine.prefill
-    engine.prefill = lambda tokens, chunk=None: original(fed.extend(tokens) or tokens, chunk)
+    engine.prefill = lambda tokens, *rest: original(fed.extend(tokens) or tokens, *rest)
     following = conversation.ask("the dog")
     assert following.prompt_length - len(fed) > decoding.prompt_length  # the first turn was not read again
 
