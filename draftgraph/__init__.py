@@ -1,4 +1,4 @@
-"""Graph-structured speculative decoding: the answer of a large language model, several times faster and unchanged.
+"""Graph-structured speculative decoding: the answer of a large language model, faster and unchanged.
 
 >>> import draftgraph
 >>> pair = draftgraph.load()                                          # doctest: +SKIP

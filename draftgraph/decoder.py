@@ -112,7 +112,7 @@ class Decoding:
 
     def grow(self) -> tuple[TokenGraph, TokenTree]:
         """Grow, prune, merge and flatten: the graph behind the last token, and its unrolled view."""
-        graph = TokenGraph(self.text[-1], self.config, self._depth_limit())
+        graph = TokenGraph(self.text[-1], self.config, self._depth_limit(), self.request.eos_ids)
         for proposer in self.proposers:
             proposer.begin(self.text)
         if self.config.mode != "auto":

@@ -55,9 +55,9 @@ class Request:
         return min(limits, default=int(self.config.max_length))
 
     @property
-    def eos_ids(self) -> set[int]:
+    def eos_ids(self) -> frozenset[int]:
         eos = self.config._eos_token_tensor
-        return set() if eos is None else set(eos.tolist())
+        return frozenset() if eos is None else frozenset(eos.tolist())
 
     @property
     def pad_id(self) -> int:

@@ -80,8 +80,11 @@ class TokenGraph:
     A merged node is an alias of the first node with its n-gram and shares that node's children, now and later.
     """
 
-    def __init__(self, root_token: int, config: GraphConfig, max_depth: int | None = None) -> None:
+    def __init__(
+        self, root_token: int, config: GraphConfig, max_depth: int | None = None, ends: frozenset[int] = frozenset()
+    ) -> None:
         self.config = config
+        self.ends = ends  # tokens that nothing follows
         self.max_nodes = config.nodes
         self.max_depth = config.levels if max_depth is None else min(config.levels, max_depth)
         self.tokens = [root_token]
@@ -152,6 +155,7 @@ class TokenGraph:
 
     def add(self, parent: int, token: int, prob: float, source: Source, leaf: bool = False) -> bool:
         """Adds one child, merging it where its n-gram is known; False if the token is there or the parent is full."""
+        leaf = leaf or token in self.ends
         siblings = self.children_of(parent)
         if token in siblings:
             self._confirm(siblings[token], prob, leaf)

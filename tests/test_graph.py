@@ -221,3 +221,10 @@ def test_paper_defaults() -> None:
     paper = GraphConfig(mode="graph")
     assert (paper.k, paper.tau, paper.theta_prob, paper.theta_sib, paper.growth) == (4, 2, 0.2, 0.3, "level")
     assert (GraphConfig().mode, GraphConfig().max_nodes, GraphConfig().max_depth) == ("auto", 64, 8)
+
+
+def test_nothing_is_drafted_behind_the_end_of_a_text() -> None:
+    graph = TokenGraph(0, GraphConfig(mode="graph"), ends=frozenset([7]))
+    graph.extend([ROOT], np.ones(1), np.array([[7, 5]]), np.array([[0.6, 0.3]]), "draft")
+    frontier, _ = graph.frontier(graph.unroll())
+    assert [graph.tokens[node] for node in [*frontier, ROOT] if node != ROOT] == [5]

@@ -88,14 +88,14 @@ def test_any_of_several_eos_ids_ends_the_text(mode):
 
 
 @pytest.mark.parametrize("mode", ["chain", "tree", "graph", "auto"])
-def test_nothing_past_an_eos_inside_an_accepted_path_is_emitted(mode):
+def test_an_eos_ends_the_tree_and_the_text(mode):
     text = plain_text()
     end = first_after(text, 2)
     output, steps = observed(foreseeing(mode), eos_token_id=text[end])
     last = steps[-1]
     assert last.stopped
     assert last.path, "the eos should be a node of the tree, not the bonus token"
-    assert last.path[-1] in last.tree.parents, "the tree should go on behind the eos"
+    assert last.path[-1] not in last.tree.parents, "nothing follows an eos"
     assert output.new_token_ids == [text[: end + 1]]
     assert output.finish_reasons == ["stop"]
     assert_stats_agree(output, steps)

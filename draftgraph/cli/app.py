@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -40,7 +41,7 @@ def draftgraph(
         bool, typer.Option("--version", help="Show the version and exit", is_eager=True, callback=print_version)
     ] = False,
 ) -> None:
-    """Graph-structured speculative decoding: the same answer of a large language model, several times faster."""
+    """Graph-structured speculative decoding: the same answer of a large language model, faster."""
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit(WRONG_USE)
@@ -49,6 +50,7 @@ def draftgraph(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # on busy cores torch's threads would spin while others wait
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
