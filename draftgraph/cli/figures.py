@@ -75,7 +75,7 @@ def table(stats: Stats) -> Table:
     depths = {str(depth): count for depth, count in sorted(stats.accepted_by_depth.items())}
     names = {depth: f"at depth {depth} or deeper" for depth in depths}
     section("Accepted, by depth (share of passes)", counted(depths, names, stats.steps))
-    section("Where something was proposed, why it ended: the target's token was", counted(stats.rejected_by, REASONS))
+    section("Why no more was accepted: the target's token was", counted(stats.rejected_by, REASONS))
     total = sum(stats.seconds.values()) or 1.0
     times = [(PHASES[phase], f"{value:.2f} s", f"{value / total:.0%}") for phase, value in stats.seconds.items()]
     section("Time", times)
