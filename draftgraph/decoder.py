@@ -73,7 +73,9 @@ class Decoding:
     def _chooser(self) -> KeyedChooser | RejectionChooser:
         processors, temperature = self.request.processors, self.request.temperature
         if self.config.verification == "rejection" and self.noise is not None:
-            drafted = self.draft.logits if self.draft else {}
+            drafted = {}
+            if self.draft is not None:
+                self.draft.keep_logits, drafted = True, self.draft.logits
             return RejectionChooser(processors, self.noise, temperature, drafted, self.outputs)
         return KeyedChooser(processors, self.noise, self.outputs)
 

@@ -51,6 +51,7 @@ class ModelProposer:
         self.k = k
         self.passes = 0
         self.tokens_fed = 0
+        self.keep_logits = False
         self.logits: dict[int, Tensor] = {}  # graph node -> what the draft said there, for rejection sampling
         self._vocabulary = vocabulary
         self.perturb = perturb
@@ -73,7 +74,8 @@ class ModelProposer:
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         logits = self._feed_root() if frontier == [ROOT] else self._feed(graph, frontier)
         logits = self._vocabulary.to_target(logits).float()
-        self.logits.update(zip(frontier, logits, strict=True))
+        if self.keep_logits:
+            self.logits.update(zip(frontier, logits, strict=True))
         if self.perturb is not None:
             positions = len(self._text) + np.array([graph.depths[node] for node in frontier])
             logits = self.perturb(logits, positions)
