@@ -210,3 +210,9 @@ def inferred_mask(ids: Tensor, pad: int | None, eos: int | list[int] | None) -> 
     if len(ids) == 1:
         mask[:, -1] = True  # a prompt alone needs no padding on the right: that is its text
     return mask
+
+
+def stop_ids_of(model: Any) -> frozenset[int]:
+    """The tokens at which the model's own generation stops."""
+    eos = setting("eos_token_id", unwrapped(model), {})
+    return frozenset([] if eos is None else eos if isinstance(eos, list) else [eos])

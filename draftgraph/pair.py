@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -15,6 +16,8 @@ from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.generation import context_window, prepare
 from draftgraph.models import check_same_tokens, load_model
+from draftgraph.models.default import default_draft
+from draftgraph.models.draft_folder import is_draft_folder, load_draft
 from draftgraph.rows import row_arguments
 from draftgraph.stats import Stats
 from draftgraph.text import Messages, TextStream, decode, encode
@@ -167,14 +170,19 @@ def load(
 ) -> Pair:
     """Loads a target and its draft: hub names, folders, GGUF files or modules; without arguments, the default model.
 
-    `draft="self"` lets the target draft for itself, which is slow and good for looking at graphs.
+    A draft may also be a folder that `draftgraph.distill` wrote. The default model comes with one; `draft="none"`
+    leaves it out, and `draft="self"` lets the target draft for itself: slow, but good for looking at graphs.
     """
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "device_map": device_map}
     target_model, tokenizer = load_model(
         target, role="target", revision=revision, quantization_config=quantization_config, **options, **model_kwargs
     )
-    if draft is None:
+    if draft is None and target is None:
+        draft = default_draft()
+    if draft is None or (isinstance(draft, str) and draft == "none"):
         return Pair(target_model, None, tokenizer)
+    if is_draft_folder(draft):
+        return Pair(target_model, load_draft(Path(draft), target_model), tokenizer)
     if draft is target_model or (isinstance(draft, str) and draft in ("self", target)):
         return Pair(target_model, target_model, tokenizer)
     draft_model, draft_tokenizer = load_model(draft, role="draft", **options)

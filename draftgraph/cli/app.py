@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from draftgraph import __version__
+from draftgraph.cli.bench import app as bench
 from draftgraph.cli.chat import chat
 from draftgraph.cli.command import register
 from draftgraph.cli.compare import compare
+from draftgraph.cli.distill import DISTILL_OPTIONS, distill
 from draftgraph.cli.doctor import DOCTOR_OPTIONS, doctor
 from draftgraph.cli.errors import INTERRUPTED, WRONG_USE, complain, usage_line
 from draftgraph.cli.generate import generate
@@ -25,7 +27,9 @@ app = typer.Typer(name="draftgraph", epilog=EPILOG, pretty_exceptions_enable=Fal
 for function in (generate, chat, compare):
     register(app, function)
 register(app, inspect, **INSPECT_DEFAULTS)
+register(app, distill, only=DISTILL_OPTIONS)
 register(app, doctor, only=DOCTOR_OPTIONS)
+app.add_typer(bench)
 
 
 def print_version(wanted: bool) -> None:

@@ -96,8 +96,7 @@ class Settings:
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of `draftgraph.load`."""
-        draft = None if self.draft == "none" else self.draft
-        return self.given("target", "device", "dtype") | {"draft": draft}
+        return self.given("target", "draft", "device", "dtype")
 
     def graph_config(self, **changes: Any) -> GraphConfig:
         return GraphConfig(**self.given("mode", "growth", *RANGES) | changes)

@@ -13,6 +13,7 @@ from draftgraph.engine.runner import Engine, common_prefix
 from draftgraph.graph import NO_TOKEN, ROOT, Bools, Floats, Ints, Source, TokenGraph, TokenTree
 
 Perturb = Callable[[Tensor, Ints], Tensor]  # logits [nodes, vocabulary], positions of their next tokens
+Ancestors = dict[int, Bools]  # graph node -> the scratch slots that it sees, its own last
 
 
 class DraftVocabulary:
@@ -57,7 +58,7 @@ class ModelProposer:
         self.perturb = perturb
         self._text: list[int] = []
         self._lacking = 0
-        self._ancestors: dict[int, Bools] = {}  # graph node -> the scratch slots that it sees, its own last
+        self._ancestors: Ancestors = {}
 
     def catch_up(self, text: list[int], chunk: int | None = None) -> None:
         """Reads the text but for its last token, keeping what was read before of the same text."""
@@ -79,10 +80,7 @@ class ModelProposer:
         if self.perturb is not None:
             positions = len(self._text) + np.array([graph.depths[node] for node in frontier])
             logits = self.perturb(logits, positions)
-        best = torch.topk(torch.softmax(logits, dim=-1), min(self.k, logits.shape[-1]))
-        tokens, probs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
-        probs = np.nan_to_num(probs)
-        return np.where(probs > 0, tokens, NO_TOKEN), probs
+        return likeliest(logits, self.k)
 
     def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
         """Keeps what the draft was fed along the accepted path: up to the first leaf, merge or copy."""
@@ -109,11 +107,7 @@ class ModelProposer:
     def _feed(self, graph: TokenGraph, frontier: list[int]) -> Tensor:
         first_slot = self.engine.scratch
         visible = np.zeros((len(frontier), first_slot + len(frontier)), dtype=bool)
-        for row, node in enumerate(frontier):
-            above = self._ancestors[graph.parents[node]]
-            visible[row, : len(above)] = above
-            visible[row, first_slot + row] = True
-            self._ancestors[node] = visible[row, : first_slot + row + 1]
+        mark_visible(visible, first_slot, graph, frontier, self._ancestors)
         tokens = np.array([graph.tokens[node] for node in frontier])
         depths = self._lacking - 1 + np.array([graph.depths[node] for node in frontier])
         return self._forward(tokens, depths, visible)
@@ -122,3 +116,20 @@ class ModelProposer:
         self.passes += 1
         self.tokens_fed += len(tokens)
         return self.engine.forward(self._vocabulary.to_draft(tokens), depths, visible)
+
+
+def mark_visible(visible: Bools, first_slot: int, graph: TokenGraph, frontier: list[int], seen: Ancestors) -> None:
+    """Fills `visible` [frontier, slots] for nodes that take the slots from `first_slot` on, and notes it in `seen`."""
+    for row, node in enumerate(frontier):
+        above = seen[graph.parents[node]]
+        visible[row, : len(above)] = above
+        visible[row, first_slot + row] = True
+        seen[node] = visible[row, : first_slot + row + 1]
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Ints, Floats]:
+    """The k most probable tokens and their probabilities, each [nodes, k], best first, padded with NO_TOKEN."""
+    best = torch.topk(torch.softmax(logits, dim=-1), min(k, logits.shape[-1]))
+    tokens, probs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
+    probs = np.nan_to_num(probs)
+    return np.where(probs > 0, tokens, NO_TOKEN), probs

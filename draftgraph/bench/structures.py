@@ -1,0 +1,31 @@
+"""What a draft may grow: the structures that are compared, under the names that reports use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from draftgraph.config import GraphConfig
+from draftgraph.errors import UsageError
+
+BEST_FIRST: dict[str, Any] = {"growth": "best-first", "k": 8, "theta_prob": 0.0, "theta_sib": 0.0, "max_depth": 8}
+STRUCTURES: dict[str, GraphConfig] = {
+    "chain-4": GraphConfig(mode="chain", chain_length=4),
+    "chain-8": GraphConfig(mode="chain", chain_length=8),
+    "paper-tree": GraphConfig(mode="tree"),
+    "paper-graph": GraphConfig(mode="graph"),
+    "tree-16": GraphConfig(mode="tree", max_nodes=16, **BEST_FIRST),
+    "tree-32": GraphConfig(mode="tree", max_nodes=32, **BEST_FIRST),
+    "tree-64": GraphConfig(mode="tree", max_nodes=64, **BEST_FIRST),
+    "graph-16": GraphConfig(mode="graph", max_nodes=16, **BEST_FIRST),
+    "graph-32": GraphConfig(mode="graph", max_nodes=32, **BEST_FIRST),
+    "graph-64": GraphConfig(mode="graph", max_nodes=64, **BEST_FIRST),
+}
+
+
+def chosen(names: Sequence[str]) -> dict[str, GraphConfig]:
+    """The structures of these names; of none: all."""
+    for name in names:
+        if name not in STRUCTURES:
+            raise UsageError(f"there is no structure {name}: choose of {', '.join(STRUCTURES)}")
+    return {name: STRUCTURES[name] for name in names or STRUCTURES}

@@ -1,0 +1,92 @@
+"""The target's answers, generated in large batches and stored: a second run, or one that was killed, repeats none."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftgraph.distillation.prompts import Prompt
+from draftgraph.distillation.recipe import digest
+from draftgraph.distillation.sampler import Sampler
+from draftgraph.distillation.texts import Text
+from draftgraph.models.faults import writing
+
+SHARD_ROWS = 4096
+Progress = Callable[[int, int, float], None]  # answers so far, of how many, new tokens per second
+
+
+@dataclass(frozen=True)
+class AnswerStore:
+    """A folder of answers, each shard named after everything that its content depends on."""
+
+    folder: Path
+    target_mark: str  # of the model that answers
+
+    def answer(
+        self, sampler: Sampler, questions: list[Text], max_new_tokens: int, seed: int, progress: Progress | None = None
+    ) -> list[Text]:
+        """Each question (a text that is all prompt) with the target's answer behind it."""
+        order = sorted(range(len(questions)), key=lambda index: (len(questions[index].tokens), index))
+        texts: list[Text] = []
+        for start in range(0, len(order), SHARD_ROWS):
+            shard = [questions[index] for index in order[start : start + SHARD_ROWS]]
+            began = time.monotonic()
+            answers = self._shard(sampler, shard, max_new_tokens, seed + start)
+            speed = sum(map(len, answers)) / max(time.monotonic() - began, 1e-9)
+            for question, answer in zip(shard, answers, strict=True):
+                if len(answer):
+                    tokens = np.concatenate([question.tokens, answer])
+                    texts.append(Text(tokens, len(question.tokens), question.kind, question.temperature))
+            if progress is not None:
+                progress(min(start + SHARD_ROWS, len(order)), len(order), speed)
+        return texts
+
+    def _shard(self, sampler: Sampler, shard: list[Text], max_new_tokens: int, seed: int) -> list[Any]:
+        prompts = [question.tokens.tolist() for question in shard]
+        heat = [question.temperature for question in shard]
+        key = digest(self.target_mark, repr((prompts, heat, max_new_tokens, seed, sorted(sampler.stop_ids))))
+        return self.kept(f"answers-{key}", lambda: sampler.continue_texts(prompts, max_new_tokens, heat, seed))
+
+    def kept(self, name: str, make: Callable[[], Sequence[Sequence[int]]]) -> list[Any]:
+        """Rows of token ids, made once."""
+        from safetensors.torch import load_file, save_file
+
+        file = self.folder / f"{name}.safetensors"
+        if not file.exists():
+            rows = make()
+            flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+            lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+            with writing("the target's answers", self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                partial = file.with_suffix(f".{os.getpid()}.partial")
+                save_file({"tokens": flat, "lengths": lengths}, partial)
+                os.replace(partial, file)
+        stored = load_file(file)
+        return np.split(stored["tokens"].numpy(), np.cumsum(stored["lengths"].numpy())[:-1])
+
+
+def questions_of(prompts: list[Prompt], tokenizer: Any, temperatures: tuple[float, ...], longest: int) -> list[Text]:
+    """Every prompt as token ids, through the chat template if there is one, once for each temperature."""
+    texts = [prompt.text for prompt in prompts]
+    if getattr(tokenizer, "chat_template", None):
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    else:
+        rows = tokenizer(texts)["input_ids"]
+    questions = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not row:
+            continue
+        if len(row) > longest:  # the middle goes: a request stands before a text or behind it
+            row = row[: longest // 2] + row[len(row) - (longest - longest // 2) :]
+        tokens = np.array(row, dtype=np.int32)
+        questions += [Text(tokens, len(tokens), prompt.kind, heat) for heat in temperatures]
+    return questions

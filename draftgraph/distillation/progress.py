@@ -1,0 +1,71 @@
+"""What a long run shows: one live line at a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.status import Status
+
+if TYPE_CHECKING:
+    from draftgraph.distillation.train import Moment
+
+QUIET_SECONDS = 10.0
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._status: Status | None = Status("", console=self.console) if self.console.is_terminal else None
+        self._last = 0.0
+
+    def __enter__(self) -> Reporter:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status:
+            self._status.stop()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(line, soft_wrap=True)
+
+    def live(self, line: str) -> None:
+        """A line that the next one replaces, where that is possible."""
+        if self._status:
+            self._status.update(line)
+        elif time.monotonic() - self._last > QUIET_SECONDS:
+            self._last = time.monotonic()
+            self.say(line)
+
+    def answers(self, done: int, total: int, tokens_per_second: float, left: float) -> None:
+        self.live(f"answers: {done:,} of {total:,} · {tokens_per_second:,.0f} tokens/s · {clock(left)} left")
+
+    def training(self, moment: Moment) -> None:
+        parts = [
+            f"step {moment.step:,}",
+            f"{moment.done:.0%}",
+            f"loss {moment.loss:.3f}",
+            f"agreement {moment.agreement:.3f}",
+        ]
+        if moment.scores is not None:
+            parts.append(f"held out {moment.scores.agreement:.3f}, {moment.scores.tokens_per_pass:.2f} tokens per pass")
+        parts.append(f"{clock(moment.seconds_left)} left")
+        self.live("training: " + " · ".join(parts))
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(75), clock(3700)
+    ('1:15', '1:01:40')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

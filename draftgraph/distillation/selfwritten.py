@@ -1,0 +1,187 @@
+"""Prompts that the target writes itself: it is left to speak as the user, and what it says is asked of it later."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from draftgraph.distillation.prompt import Prompt
+from draftgraph.errors import UsageError
+from draftgraph.models.faults import one_line
+from draftgraph.models.progress import Report
+from draftgraph.text import HALF_A_CHARACTER
+
+SELF = "self"
+MARKER = "draftgraph-marker"
+TEMPERATURES = (0.7, 0.8, 0.9, 1.0)  # hotter, small targets rave, and half of the turns do not end
+SAME = 40  # characters, lower-cased, that make two prompts alike
+MOST_ROUNDS = 12
+LEAST_YIELD = 0.05  # a round that keeps less says that the target has begun to repeat itself
+EXPECTED_YIELD = 0.8  # of the first round
+SMALLEST_ROUND = 16
+
+OPENINGS = (
+    "Write a Python function",
+    "Write a program",
+    "Write a SQL query",
+    "```python\n",
+    "def ",
+    "Fix this code:\n\n",
+    "Explain this code:\n\n```",
+    "Write a poem about",
+    "Write a short story about",
+    "Write a song",
+    "Once upon a time",
+    "Write an email",
+    "Write a letter to",
+    "Write a review of",
+    "Write a speech",
+    "Write an essay on",
+    "Write a dialogue between",
+    "Imagine",
+    "You are a",
+    "Pretend to be",
+    "Act as",
+    "Explain",
+    "Describe",
+    "Compare",
+    "Define",
+    "What is the difference between",
+    "What are",
+    "What happens if",
+    "Why do",
+    "Why is",
+    "Who was",
+    "When did",
+    "Where can I",
+    "Which",
+    "How do I",
+    "How does",
+    "How many",
+    "How would you",
+    "Is it true that",
+    "Can you",
+    "Should I",
+    "Calculate",
+    "Solve",
+    "Prove that",
+    "If a train",
+    "A shop sells",
+    "Translate",
+    "How do you say",
+    "Correct the grammar:",
+    "Rewrite the following sentence",
+    "Summarize the following article:\n\n",
+    "Read the passage and answer the question.\n\n",
+    "Extract",
+    "Classify",
+    "Give me three",
+    "List",
+    "Name five",
+    "Suggest",
+    "Create a table",
+    "Plan",
+    "I need help with",
+    "I feel",
+    "My friend",
+    "Tell me a joke",
+    "Tell me about the history of",
+    "Recommend",
+    "Design",
+    "Generate",
+)
+
+
+class Continues(Protocol):
+    """What is asked of a sampler here."""
+
+    def continue_texts(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        temperature: float | list[float],
+        seed: int,
+        *,
+        report: Callable[[float], None] | None = None,
+    ) -> list[list[int]]: ...
+
+
+def opening_of_user_turn(tokenizer: Any) -> list[int]:
+    """The chat template's tokens up to where the user's text begins, a default system prompt included."""
+    return _tokens(tokenizer, _around_user_text(tokenizer)[0])
+
+
+def end_of_user_turn(tokenizer: Any) -> int:
+    """The token that follows the user's text."""
+    return _tokens(tokenizer, _around_user_text(tokenizer)[1])[0]
+
+
+def write_prompts(
+    sampler: Continues, tokenizer: Any, count: int, seed: int, max_tokens: int = 384, report: Report | None = None
+) -> list[Prompt]:
+    """User turns sampled from the target, no two alike; half of them begin with words that ask for breadth.
+
+    Only turns that ended by themselves within `max_tokens` are kept. There may be fewer than `count`, from a target
+    that repeats itself. The sampler has to stop at `end_of_user_turn`.
+    """
+    draw = random.Random(seed)
+    opening, end = opening_of_user_turn(tokenizer), end_of_user_turn(tokenizer)
+    special = _special_tokens(tokenizer)
+    kept: dict[str, Prompt] = {}
+    share = EXPECTED_YIELD
+    for _ in range(MOST_ROUNDS):
+        wanted = max(SMALLEST_ROUND, int((count - len(kept)) / share))
+        words = [draw.choice(OPENINGS) if row % 2 else "" for row in range(wanted)]
+        begun = {word: _tokens(tokenizer, word) if word else [] for word in set(words)}
+        turns = sampler.continue_texts(
+            [opening + begun[word] for word in words],
+            max_tokens,
+            [draw.choice(TEMPERATURES) for _ in words],
+            draw.getrandbits(31),
+            report=_within(report, len(kept), wanted * share, count),
+        )
+        before = len(kept)
+        for word, turn in zip(words, turns, strict=True):
+            if turn and turn[-1] == end and special.isdisjoint(turn[:-1]) and _decoded(tokenizer, turn[:-1]):
+                text = _decoded(tokenizer, begun[word] + turn[:-1])
+                if HALF_A_CHARACTER not in text:
+                    kept.setdefault(text[: len(word) + SAME].lower(), Prompt(text, SELF))
+        share = (len(kept) - before) / wanted
+        if len(kept) >= count or share < LEAST_YIELD:
+            break
+    return list(kept.values())[:count]
+
+
+def _around_user_text(tokenizer: Any) -> tuple[str, str]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("self-written prompts need a chat template, and this target has none: give --prompts FILE")
+    chat = [{"role": "user", "content": MARKER}]
+    try:
+        rendered = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False))
+    except Exception as error:  # a template may raise anything
+        raise UsageError(f"the target's chat template fails ({one_line(error)}): give --prompts FILE") from error
+    before, found, after = rendered.partition(MARKER)
+    if not (found and before and after):
+        raise UsageError("the target's chat template does not mark where a user's turn ends: give --prompts FILE")
+    return before, after
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _special_tokens(tokenizer: Any) -> set[int]:
+    added = {token for token, made in tokenizer.added_tokens_decoder.items() if made.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)).strip()
+
+
+def _within(report: Report | None, before: int, expected: float, count: int) -> Report | None:
+    """Progress of one round as a share of the whole, as far as one can tell beforehand."""
+    if report is None:
+        return None
+    return lambda done: report(min(1.0, (before + done * expected) / count))
