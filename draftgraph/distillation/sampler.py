@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftgraph.distillation.faults import naming_batch_size
 from draftgraph.distillation.rowattention import NAME
-from draftgraph.distillation.rowcache import RowCache
+from draftgraph.distillation.rowcache import RowCache, Rows
 from draftgraph.engine.attention import graph_masks, layer_kinds
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.rope import RopeSwitch
@@ -112,14 +112,20 @@ class Sampler:
         heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
         size = getattr(self._config, "head_dim", None) or self._config.hidden_size // self._config.num_attention_heads
         row = 2 * self._config.num_hidden_layers * heads * size * self.model.dtype.itemsize * rounded(length)
-        free = MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else CPU_MEMORY
-        return max(1, min(MOST_ROWS, int(free // row)))
+        return max(1, min(MOST_ROWS, int(self._memory() // row)))
+
+    def _memory(self) -> float:
+        """Bytes for keys and values."""
+        if self.device.type != "cuda":
+            return CPU_MEMORY
+        torch.cuda.empty_cache()  # what other shapes needed
+        return MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0]
 
     def _prefilled(self, prompts: list[list[int]], heat: list[float], new_tokens: int) -> Batch:
         """Reads all but the last token of every prompt. Padding stands behind a text, where nothing sees it."""
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         longest = max(len(prompt) for prompt in prompts) - 1
-        cache = RowCache(len(prompts), rounded(longest + 1 + new_tokens), self._ragged)
+        cache = RowCache(Rows(len(prompts), rounded(longest + 1 + new_tokens), self._ragged))
         padded = torch.tensor([prompt[:-1] + [0] * (longest + 1 - len(prompt)) for prompt in prompts])
         together = max(1, PREFILL_TOKENS // max(longest, 1))
         for start in range(0, len(prompts), together):
@@ -141,9 +147,9 @@ class Sampler:
     def _step(self, batch: Batch) -> Tensor:
         """Logits [rows, vocabulary] behind the last token of every row."""
         if not self._ragged:
-            batch.cache.length = int(batch.positions.max())
+            batch.cache.rows.length = int(batch.positions.max())
             return self._forward(batch.tokens[:, None], batch.positions[:, None], batch.cache)
-        slots = torch.arange(batch.cache.capacity, device=self.device)
+        slots = torch.arange(batch.cache.rows.capacity, device=self.device)
         visible = slots <= batch.positions[:, None]
         masks = graph_masks(self._config, visible, batch.positions, slots, self.model.dtype)
         if isinstance(masks, dict):
