@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
 from draftgraph.config import GraphConfig
-from draftgraph.cost import CostModel, FlatCost, nodes_worth_checking
+from draftgraph.cost import CostModel, DraftBudget, FlatCost, nodes_worth_checking
 from draftgraph.drafting import Proposer, grow
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
 from draftgraph.drafting.suffix import SuffixProposer
@@ -56,7 +56,7 @@ class Decoding:
         self.prompt_length = self.stats.prompt_tokens = len(self.text)
         self.finish_reason: FinishReason | None = None
         self.config = config if decoder.can_branch else replace(config, k=1)
-        self.cost = config.cost if isinstance(config.cost, CostModel) else FlatCost.for_device(self.target.device)
+        self.cost = config.cost if isinstance(config.cost, CostModel) else decoder.flat_cost
 
         sample = row % (request.config.num_return_sequences or 1)
         self.noise = KeyedNoise(seed, sample) if request.samples else None
@@ -119,7 +119,8 @@ class Decoding:
             proposer.begin(self.text)
         if self.config.mode != "auto":
             return graph, grow(graph, self.proposers)
-        tree = grow(graph, self.proposers, self.cost.floor())
+        budget = DraftBudget(self.cost, graph.max_depth if self.draft else 0)
+        tree = grow(graph, self.proposers, self.cost.floor(), budget)
         return graph, tree.first(nodes_worth_checking(tree, self.cost))
 
     def verify(self, tree: TokenTree) -> Tensor:
@@ -184,6 +185,8 @@ class GraphDecoder:
             self.draft_engine = checked_engine(self.draft_model)
             self.draft_vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
             models.append(self.draft_model)
+        share = weights_read(self.draft_model) / weights_read(self.target_model) if self.draft_model is not None else 0
+        self.flat_cost = FlatCost.for_device(self.target_engine.device, share)
         self.models = models
         self._running: Decoding | None = None
         for model, engine in zip(models, (self.target_engine, self.draft_engine), strict=False):
@@ -281,6 +284,14 @@ class GraphDecoder:
         if not 0 <= worst < rows:
             raise UsageError(f"token id {worst} is not in the target's vocabulary of {rows}: check the tokenizer")
         return ids.to(self.target_engine.device)
+
+
+def weights_read(model: Any) -> int:
+    """How many weights a pass over one token reads: all but the embedding, unless it is the output matrix too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    apart = {id(part.weight) for part in (embedding, head) if hasattr(part, "weight")}
+    layers = sum(int(weight.numel()) for weight in model.parameters() if id(weight) not in apart)
+    return layers + int((head if hasattr(head, "weight") else embedding).weight.numel())
 
 
 def fresh_seed() -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftgraph import CostModel, GraphConfig, GraphDecoder, TokenTree
-from draftgraph.cost import FlatCost, nodes_worth_checking
+from draftgraph.cost import DraftBudget, FlatCost, nodes_worth_checking
 
 
 def tree_with(scores: list[float]) -> TokenTree:
@@ -38,10 +38,65 @@ def test_the_choice_is_the_best_of_all_sizes(price: float) -> None:
         assert rates[nodes_worth_checking(tree_with(scores.tolist()), cost) - 1] == pytest.approx(max(rates))
 
 
+def open_nodes(*scores: float) -> np.ndarray:
+    return np.array(scores)
+
+
+def test_a_free_draft_is_asked_for_every_node() -> None:
+    budget = DraftBudget(FlatCost(), levels=8)
+    assert budget.worth_drafting(tree_with([1.0, 0.5, 0.1]), open_nodes(0.5, 0.1)) == 2
+
+
+def test_a_draft_as_dear_as_its_target_is_never_asked() -> None:
+    budget = DraftBudget(FlatCost(draft=1.0), levels=8)
+    assert budget.worth_drafting(tree_with([1.0]), open_nodes(1.0)) == 0
+
+
+def test_drafting_stops_when_the_path_has_become_unlikely() -> None:
+    likely, unlikely = (DraftBudget(FlatCost(node=0.03, entry=0.6, draft=0.15), levels=8) for _ in range(2))
+    assert likely.worth_drafting(tree_with([1.0, 0.9, 0.85]), open_nodes(0.85)) == 1
+    assert unlikely.worth_drafting(tree_with([1.0, 0.9, 0.1]), open_nodes(0.1)) == 0
+
+
+def test_a_wide_level_is_cut_where_its_nodes_stop_paying() -> None:
+    budget = DraftBudget(FlatCost(node=0.05, draft=0.3), levels=8)
+    scores = [0.9, 0.6, 0.05, 0.04, 0.03]
+    assert 1 <= budget.worth_drafting(tree_with([1.0, *scores]), open_nodes(*scores)) < 5
+
+
+def test_what_was_spent_counts_against_going_on() -> None:
+    budget = DraftBudget(FlatCost(draft=0.4), levels=8)
+    tree, path = [1.0], 1.0
+    levels = 0
+    while budget.worth_drafting(tree_with(tree), open_nodes(path)):
+        path *= 0.8
+        tree.append(path)
+        levels += 1
+    assert 1 <= levels < 8
+    assert budget.spent == pytest.approx(0.4 * levels)
+
+
+def test_a_dear_draft_is_left_alone_by_auto_and_the_tokens_stay() -> None:
+    from families import perturbed, target_of
+
+    target = target_of("llama")
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    results = {}
+    for price in (0.0, 5.0):
+        config = GraphConfig(cost=FlatCost(draft=price))
+        decoder = GraphDecoder(target, perturbed(target, 0.02), config=config)
+        results[price] = decoder.generate(ids, max_new_tokens=24, do_sample=False)
+    assert results[0.0].stats.draft_passes > 0 == results[5.0].stats.draft_passes
+    assert results[0.0].sequences.tolist() == results[5.0].sequences.tolist()
+
+
 def test_one_may_inject_a_cost_model_of_ones_own() -> None:
     class TwoNodes:
         def of_pass(self, nodes: np.ndarray) -> np.ndarray:
             return np.where(nodes > 2, 1e9, 1.0)
+
+        def of_level(self, nodes: np.ndarray) -> np.ndarray:
+            return np.zeros(nodes.shape)
 
         def floor(self) -> float:
             return 0.0

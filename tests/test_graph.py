@@ -31,6 +31,7 @@ class RandomProposer:
     """Proposes random children from a small vocabulary, so that n-grams repeat."""
 
     source: Any = "draft"
+    free = False
 
     def __init__(self, seed: int, k: int, vocabulary: int = 4) -> None:
         self.rng = np.random.default_rng(seed)

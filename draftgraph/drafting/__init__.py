@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from draftgraph.cost import DraftBudget
 from draftgraph.graph import Floats, Ints, Source, TokenGraph, TokenTree
 
 
@@ -11,6 +12,7 @@ class Proposer(Protocol):
     """Proposes children for nodes of a graph; one file each in this package."""
 
     source: Source
+    free: bool  # costs nothing to ask
 
     def begin(self, text: list[int]) -> None:
         """A step starts at the last token of this text."""
@@ -22,19 +24,27 @@ class Proposer(Protocol):
         """The target accepted this path of the tree (the root left out)."""
 
 
-def grow(graph: TokenGraph, proposers: list[Proposer], floor: float = 0.0) -> TokenTree:
-    """Grows the graph until nothing is left to expand, and returns its unrolled view.
+def grow(
+    graph: TokenGraph, proposers: list[Proposer], floor: float = 0.0, budget: DraftBudget | None = None
+) -> TokenTree:
+    """Grows the graph until nothing is left to expand, or worth it, and returns its unrolled view.
 
     Level-wise and best-first growth differ in `TokenGraph.extend`: whether a better node may take another's place.
     """
     tree = graph.unroll(floor=floor)
+    asked: set[int] = set()
     for _ in range(graph.max_depth):
         frontier, scores = graph.frontier(tree)
-        if not frontier:
+        drafted = len(frontier) if budget is None else budget.worth_drafting(tree, scores)
+        new = [place for place, node in enumerate(frontier) if node not in asked]
+        if not drafted and not new:
             break
         for proposer in proposers:
-            tokens, probs = proposer.propose(graph, frontier)
-            graph.extend(frontier, scores, tokens, probs, proposer.source)
-        graph.close(frontier)
+            places = new if proposer.free else list(range(drafted))
+            if places:
+                nodes = [frontier[place] for place in places]
+                graph.extend(nodes, scores[places], *proposer.propose(graph, nodes), proposer.source)
+        asked.update(frontier)
+        graph.close(frontier[:drafted])
         tree = graph.unroll(floor=floor)
     return tree

@@ -46,6 +46,7 @@ class ModelProposer:
     """Grows a graph with a draft model, which is fed exactly the tokens that it lacks."""
 
     source: Source = "draft"
+    free = False
 
     def __init__(self, engine: Engine, vocabulary: DraftVocabulary, k: int, perturb: Perturb | None = None) -> None:
         self.engine = engine
@@ -73,8 +74,7 @@ class ModelProposer:
         self.logits.clear()
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
-        logits = self._feed_root() if frontier == [ROOT] else self._feed(graph, frontier)
-        logits = self._vocabulary.to_target(logits).float()
+        logits = self._vocabulary.to_target(self._fed(graph, frontier)).float()
         if self.keep_logits:
             self.logits.update(zip(frontier, logits, strict=True))
         if self.perturb is not None:
@@ -98,6 +98,15 @@ class ModelProposer:
             before = here
         self.engine.commit(slots, self._vocabulary.to_draft(np.array(tokens)).tolist())
 
+    def _fed(self, graph: TokenGraph, frontier: list[int]) -> Tensor:
+        """What the draft says at these nodes; the root, if it is among them, is the first."""
+        if ROOT in self._ancestors:
+            return self._feed(graph, frontier)
+        at_root = self._feed_root()
+        below = [node for node in frontier if node != ROOT]
+        at_root = at_root[: len(frontier) - len(below)]
+        return torch.cat([at_root, self._feed(graph, below)]) if below else at_root
+
     def _feed_root(self) -> Tensor:
         missing = np.array(self._text[len(self._text) - self._lacking :])
         self._ancestors[ROOT] = np.ones(self._lacking, dtype=bool)
@@ -105,12 +114,24 @@ class ModelProposer:
         return self._forward(missing, np.arange(self._lacking), causal)[-1:]
 
     def _feed(self, graph: TokenGraph, frontier: list[int]) -> Tensor:
+        nodes = self._with_unfed_ancestors(graph, frontier)
         first_slot = self.engine.scratch
-        visible = np.zeros((len(frontier), first_slot + len(frontier)), dtype=bool)
-        mark_visible(visible, first_slot, graph, frontier, self._ancestors)
-        tokens = np.array([graph.tokens[node] for node in frontier])
-        depths = self._lacking - 1 + np.array([graph.depths[node] for node in frontier])
-        return self._forward(tokens, depths, visible)
+        visible = np.zeros((len(nodes), first_slot + len(nodes)), dtype=bool)
+        mark_visible(visible, first_slot, graph, nodes, self._ancestors)
+        tokens = np.array([graph.tokens[node] for node in nodes])
+        depths = self._lacking - 1 + np.array([graph.depths[node] for node in nodes])
+        logits = self._forward(tokens, depths, visible)
+        return logits if nodes == frontier else logits[[nodes.index(node) for node in frontier]]
+
+    def _with_unfed_ancestors(self, graph: TokenGraph, frontier: list[int]) -> list[int]:
+        """A node may be likely through an alias of it while nothing on its own path was worth drafting."""
+        nodes: dict[int, None] = {}
+        for node in frontier:
+            path = [node]
+            while (above := graph.parents[path[-1]]) not in self._ancestors and above not in nodes:
+                path.append(above)
+            nodes.update(dict.fromkeys(reversed(path)))
+        return list(nodes)
 
     def _forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
         self.passes += 1

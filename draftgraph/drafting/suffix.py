@@ -79,6 +79,7 @@ class SuffixProposer:
     """Copies from prompt and output."""
 
     source: Source = "copied"
+    free = True
 
     def __init__(self, k: int) -> None:
         self.k = k
