@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from draftgraph.config import GraphConfig
     from draftgraph.cost import CostModel
     from draftgraph.decoder import GraphDecoder
+    from draftgraph.distillation import distill
     from draftgraph.errors import DraftGraphError, LoadError, UnsupportedModelError, UsageError
     from draftgraph.graph import TokenGraph, TokenTree
     from draftgraph.hook import custom_generate
@@ -25,6 +26,7 @@ _HOME = {
     "config": ("GraphConfig",),
     "cost": ("CostModel",),
     "decoder": ("GraphDecoder",),
+    "distillation": ("distill",),
     "errors": ("DraftGraphError", "LoadError", "UnsupportedModelError", "UsageError"),
     "graph": ("TokenGraph", "TokenTree"),
     "hook": ("custom_generate",),
@@ -48,6 +50,7 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
     "custom_generate",
+    "distill",
     "load",
 ]
 

@@ -78,7 +78,7 @@ class DraftBudget:
         tokens = float(tree.scores[:checked].sum())
         now = tokens / (self.spent + float(self.cost.of_pass(np.array([checked]))[0]))
         width, ahead = np.arange(1, len(scores) + 1)[:, None], np.arange(1, self.levels + 1)[None, :]
-        gained = np.cumsum(scores)[:, None] * np.cumsum(HIT ** ahead, axis=1)
+        gained = np.cumsum(scores)[:, None] * np.cumsum(HIT**ahead, axis=1)
         price = self.spent + ahead * self.cost.of_level(width) + self.cost.of_pass(checked + width * ahead)
         rates = (tokens + gained) / price  # [nodes drafted on, further levels]
         if rates.max() <= now:

@@ -88,7 +88,8 @@ def row_of(task: str, selection: Selection, replayed: list[Replayed]) -> Row:
 def figures_of(stats: list[Stats]) -> StructureFigures:
     total = sum(stats, Stats())
     levels = total.draft_passes / total.steps
-    return StructureFigures(total.mean_accepted_length, total.verified_tokens / total.steps, levels)
+    by_depth = [total.accepted_by_depth[depth] / total.steps for depth in sorted(total.accepted_by_depth)]
+    return StructureFigures(total.mean_accepted_length, total.verified_tokens / total.steps, levels, by_depth)
 
 
 def name_of(model: Any) -> str:

@@ -21,7 +21,6 @@ from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
 from draftgraph.drafting.model import Perturb, likeliest, mark_visible
 from draftgraph.engine.loan import Loan, unwrapped
-from draftgraph.engine.runner import EagerEngine
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.errors import UnsupportedModelError, UsageError
 from draftgraph.graph import Bools, Floats, Ints
@@ -92,7 +91,7 @@ class Replay:
         slots = self.engine.scratch
         while active := [walker for walker in walkers.values() if not walker.arrived]:
             self.grow(active)
-            forget_scratch(self.engine, slots)
+            self.engine.forget(slots)
             for walker in active:
                 walker.accept()
             yield sum(walker.walked for walker in walkers.values())
@@ -185,9 +184,3 @@ def side_by_side(answers: list[Answer], most: int) -> Iterator[list[Answer]]:
 def joined(parts: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
     tokens, probs = zip(*parts, strict=True)
     return np.concatenate(tokens), np.concatenate(probs)
-
-
-def forget_scratch(engine: EagerEngine, slots: int) -> None:
-    """All but the first scratch nodes; their keys and values are written over by the next pass."""
-    engine.scratch = slots
-    del engine._scratch_depths[slots:]

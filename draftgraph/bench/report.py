@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -22,6 +23,7 @@ class StructureFigures:
     tokens_per_pass: float  # the bonus token included
     verified_nodes: float  # the root included
     draft_levels: float
+    accepted_by_depth: list[float]  # share of passes that accept a draft at depth 1, 2, ...
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,13 @@ class Row:
         """Every task counts the same."""
 
         def over_tasks(name: str) -> StructureFigures:
-            figures = [asdict(row.structures[name]) for row in rows]
-            return StructureFigures(**{key: fmean(figure[key] for figure in figures) for key in figures[0]})
+            of_tasks = [row.structures[name] for row in rows]
+            return StructureFigures(
+                fmean(one.tokens_per_pass for one in of_tasks),
+                fmean(one.verified_nodes for one in of_tasks),
+                fmean(one.draft_levels for one in of_tasks),
+                [fmean(shares) for shares in zip_longest(*(one.accepted_by_depth for one in of_tasks), fillvalue=0.0)],
+            )
 
         return cls(
             MEAN,

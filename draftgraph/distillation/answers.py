@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,13 @@ from draftgraph.distillation.prompts import Prompt
 from draftgraph.distillation.recipe import digest
 from draftgraph.distillation.sampler import Sampler
 from draftgraph.distillation.texts import Text
-from draftgraph.models.faults import writing
+from draftgraph.errors import UsageError
+from draftgraph.models.cache import notice, replacing
+from draftgraph.models.faults import one_line, writing
 
 SHARD_ROWS = 4096
+MARKED_NUMBERS = 16  # of each weight of the target
+ELSEWHERE = "give --answers a folder"
 Progress = Callable[[int, int, float], None]  # answers so far, of how many, new tokens per second
 
 
@@ -56,20 +59,48 @@ class AnswerStore:
 
     def kept(self, name: str, make: Callable[[], Sequence[Sequence[int]]]) -> list[Any]:
         """Rows of token ids, made once."""
-        from safetensors.torch import load_file, save_file
+        from safetensors.torch import save_file
 
         file = self.folder / f"{name}.safetensors"
-        if not file.exists():
-            rows = make()
-            flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-            lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-            with writing("the target's answers", self.folder):
+        rows = read_rows(file)
+        if rows is None:
+            made = make()
+            flat = torch.tensor([token for row in made for token in row], dtype=torch.int32)
+            lengths = torch.tensor([len(row) for row in made], dtype=torch.int32)
+            with writing("the target's answers", self.folder, ELSEWHERE):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                partial = file.with_suffix(f".{os.getpid()}.partial")
-                save_file({"tokens": flat, "lengths": lengths}, partial)
-                os.replace(partial, file)
+                with replacing(file) as partial:
+                    save_file({"tokens": flat, "lengths": lengths}, partial)
+            rows = split(flat, lengths)
+        return rows
+
+
+def mark_of_weights(model: Any) -> str:
+    """A few numbers of every weight: two targets with one embedding, before and after tuning, answer differently."""
+    sample = []
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().reshape(-1)
+        places = torch.arange(MARKED_NUMBERS) * max(len(flat) - 1, 0) // (MARKED_NUMBERS - 1)
+        sample += [name, flat[places.to(flat.device)].float().cpu().numpy().tobytes()]
+    return digest(*sample)
+
+
+def read_rows(file: Path) -> list[Any] | None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not file.exists():
+        return None
+    try:
         stored = load_file(file)
-        return np.split(stored["tokens"].numpy(), np.cumsum(stored["lengths"].numpy())[:-1])
+        return split(stored["tokens"], stored["lengths"])
+    except (OSError, SafetensorError, KeyError) as error:
+        notice(f"{file} cannot be read ({one_line(error)}): making it again")
+        return None
+
+
+def split(tokens: torch.Tensor, lengths: torch.Tensor) -> list[Any]:
+    return np.split(tokens.numpy(), np.cumsum(lengths.numpy())[:-1])
 
 
 def questions_of(prompts: list[Prompt], tokenizer: Any, temperatures: tuple[float, ...], longest: int) -> list[Text]:
@@ -77,7 +108,10 @@ def questions_of(prompts: list[Prompt], tokenizer: Any, temperatures: tuple[floa
     texts = [prompt.text for prompt in prompts]
     if getattr(tokenizer, "chat_template", None):
         turns = [[{"role": "user", "content": text}] for text in texts]
-        texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        try:
+            texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise anything
+            raise UsageError(f"the target's chat template fails ({one_line(error)}): correct it") from error
         rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
         rows = tokenizer(texts)["input_ids"]

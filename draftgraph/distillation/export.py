@@ -12,67 +12,90 @@ import torch
 import transformers
 
 from draftgraph import __version__
+from draftgraph.distillation.checkpoint import MadeOf, refuse_other
 from draftgraph.distillation.progress import clock
 from draftgraph.distillation.recipe import Recipe
+from draftgraph.distillation.score import Scores
 from draftgraph.distillation.texts import Text
-from draftgraph.models.draft_folder import name_of
-from draftgraph.models.faults import writing
+from draftgraph.errors import UsageError
+from draftgraph.models.cache import replacing
+from draftgraph.models.draft_folder import ELSEWHERE, name_of
+from draftgraph.models.faults import one_line, writing
 from draftgraph.models.progress import quiet_transformers
-from draftgraph.models.student import own_names, student_config
+from draftgraph.models.student import own_weights, student_config, text_config
 
 if TYPE_CHECKING:
-    from draftgraph.distillation import Distilled
     from draftgraph.distillation.train import Training
+
+FIGURES = "training.json"
 
 
 def save_plain(student: Any, target: Any, tokenizer: Any, folder: Path) -> None:
     """A model of its own: the student's layers, the target's whole embedding and output matrix."""
-    tied = bool(target.config.get_text_config(decoder=True).tie_word_embeddings)
-    config = student_config(student.config, list(range(student.config.get_text_config(decoder=True).num_hidden_layers)))
-    config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = tied
-    plain = type(target)._from_config(config)
-    plain.to(dtype=target.dtype)
-    own, given = set(own_names(student)), target.state_dict()
-    weights = {name: value for name, value in student.state_dict().items() if name in own}
-    weights |= {name: given[name] for name in plain.state_dict() if name not in own}
-    plain.load_state_dict(weights)
+    config = student_config(student.config, list(range(text_config(student.config).num_hidden_layers)))
+    config.tie_word_embeddings = target.config.tie_word_embeddings
+    text_config(config).tie_word_embeddings = text_config(target.config).tie_word_embeddings
+    plain = type(target)._from_config(config, dtype=target.dtype)
+    own, given = own_weights(student), target.state_dict()
+    plain.load_state_dict({name: own[name] if name in own else given[name] for name in plain.state_dict()})
     plain.generation_config = target.generation_config
-    with writing("the exported draft", folder.parent), quiet_transformers():
+    with writing("the exported draft", folder, ELSEWHERE), quiet_transformers():
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-def write_card(done: Distilled, recipe: Recipe, target: Any, training: Training, texts: list[Text], bits: int) -> None:
-    """README.md for people, training.json for programs."""
+def finished(folder: Path, made_of: MadeOf, bits: int) -> dict[str, Any] | None:
+    """The figures of a draft that was finished here; refused if it was made of something else."""
+    file = folder / FIGURES
+    if not file.exists():
+        return None
+    try:
+        figures: dict[str, Any] = json.loads(file.read_text())
+        kept, stored_bits = dict(figures["made_of"]), figures["bits"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{file} cannot be read ({one_line(error)}): remove it, or choose another --out") from error
+    refuse_other(kept, made_of, file)
+    if stored_bits != bits:
+        raise UsageError(f"{folder} holds this draft in {stored_bits} bits: choose another --out for {bits}")
+    return figures
+
+
+def write_card(
+    folder: Path, training: Training, texts: list[Text], before: Scores, scores: Scores, bits: int
+) -> dict[str, Any]:
+    """README.md for people, training.json for programs; returns what is in that."""
+    recipe, target = shown(training.recipe), name_of(training.target)
     kinds = Counter(text.kind for text in texts)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     figures = {
-        "recipe": recipe.to_dict(),
-        "target": name_of(target),
+        "recipe": recipe,
+        "made_of": training.checkpoint.made_of,
+        "target": target,
         "answers": dict(kinds),
         "answer_tokens": sum(len(text.answer) for text in texts),
         "steps": training.step,
-        "seconds": round(done.seconds, 1),
-        "before": done.before.to_dict(),
-        "scores": done.scores.to_dict(),
+        "seconds": round(training.seconds, 1),
+        "before": before.to_dict(),
+        "scores": scores.to_dict(),
         "bits": bits,
+        "weights": sum(weight.numel() for weight in own_weights(training.student).values()),
         "device": machine,
         "versions": {"draftgraph": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "curve": training.curve,
     }
     rows = "\n".join(f"| {kind} | {count:,} |" for kind, count in kinds.most_common())
-    settings = "\n".join(f"| {name} | {value} |" for name, value in recipe.to_dict().items())
-    card = f"""# Draft for {name_of(target)}
+    settings = "\n".join(f"| {name} | {value} |" for name, value in recipe.items())
+    card = f"""# Draft for {target}
 
-{recipe.layers} transformer layers for speculative decoding, distilled by draftgraph {__version__} from the target that
-they draft for. Use it with that target: `draftgraph.load(target, draft="this folder")`. It holds only its own layers
-({bits} bits) and borrows the target's embedding and output matrix; the target's licence applies.
+{recipe["layers"]} transformer layers for speculative decoding, distilled by draftgraph {__version__} from the target
+that they draft for. Use them with it: `draftgraph.load(target, draft="this folder")`. The folder holds only these
+layers ({bits} bits) and borrows the target's embedding and output matrix; the target's licence applies.
 
-On the target's greedy answers to {done.scores.texts} prompts that it did not learn from: its best token is the target's
-in **{done.scores.agreement:.3f}** of cases ({done.before.agreement:.3f} before training); a chain of 8 gives
-**{done.scores.tokens_per_pass:.2f}** tokens per pass of the target.
+On the target's greedy answers to {scores.texts} prompts that were not learnt from, the draft's best token is the
+target's in **{scores.agreement:.3f}** of cases ({before.agreement:.3f} before training); a chain of 8 gives
+**{scores.tokens_per_pass:.2f}** tokens per pass of the target.
 
-Trained for {clock(done.seconds)} ({training.step:,} steps) on {machine}, on {figures["answer_tokens"]:,} tokens:
+Trained for {clock(training.seconds)} ({training.step:,} steps) on {machine}, on {figures["answer_tokens"]:,} tokens:
 
 | prompts | answers |
 |---|---|
@@ -82,6 +105,16 @@ Trained for {clock(done.seconds)} ({training.step:,} steps) on {machine}, on {fi
 |---|---|
 {settings}
 """
-    with writing("the model card", done.folder):
-        (done.folder / "README.md").write_text(card)
-        (done.folder / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
+    with writing("the model card", folder, ELSEWHERE):
+        with replacing(folder / "README.md") as file:
+            file.write_text(card)
+        with replacing(folder / FIGURES) as file:
+            file.write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
+def shown(recipe: Recipe) -> dict[str, Any]:
+    """A recipe for others to read: of a file of prompts, its name alone."""
+    files = [source for source in recipe.prompts if Path(source).exists()]
+    prompts = [Path(source).name if source in files else source for source in recipe.prompts]
+    return recipe.to_dict() | {"prompts": prompts}

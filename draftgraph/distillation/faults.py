@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from draftgraph.errors import DraftGraphError
+from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.models.draft_folder import is_draft_folder
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -37,3 +43,35 @@ def naming_batch_tokens(tokens: int) -> Iterator[None]:
             f"out of memory with {tokens} tokens in a step of training: try --batch-tokens {max(16, tokens // 2)}; "
             "the last checkpoint is kept"
         ) from error
+
+
+def claim(folder: Path, option: str) -> None:
+    """Before hours of work: refuses a folder that could not be written at their end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UsageError(f"{option} {folder} cannot be written ({reason}): name another folder") from error
+
+
+def refuse_other_model(folder: Path) -> None:
+    if (folder / "config.json").exists() and not is_draft_folder(folder):
+        raise UsageError(f"--out {folder} holds a model that is no draft: name another folder")
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until what is inside is done as a whole."""
+    if threading.current_thread() is not threading.main_thread():  # there, none arrives
+        yield
+        return
+    waiting: list[Any] = []
+    original = signal.signal(signal.SIGINT, lambda *arguments: waiting.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, original)
+        if waiting and callable(original):
+            original(*waiting[0])

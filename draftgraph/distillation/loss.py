@@ -19,26 +19,25 @@ ROWS_AT_ONCE = 4096
 
 class _Distance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student: Tensor, target: Tensor, weights: Tensor, terms: dict[str, float]) -> Any:
+    def forward(ctx: Any, student: Tensor, target: Tensor, terms: dict[str, float]) -> Any:
         gradient = torch.empty_like(student)
         losses, agrees = [], []
-        pieces = (tensor.split(ROWS_AT_ONCE) for tensor in (student, target, weights, gradient))
-        for ours, theirs, weight, into in zip(*pieces, strict=True):
+        pieces = (tensor.split(ROWS_AT_ONCE) for tensor in (student, target, gradient))
+        for ours, theirs, into in zip(*pieces, strict=True):
             log_q, log_p = (torch.log_softmax(logits.float(), dim=-1) for logits in (ours, theirs))
             loss, slope = distance_and_slope(log_q, log_p, terms)
-            into.copy_(slope.mul_(weight[:, None]))
-            losses.append(loss)
+            into.copy_(slope)
+            losses.append(loss.sum())
             agrees.append(log_q.argmax(dim=-1) == log_p.argmax(dim=-1))
         ctx.save_for_backward(gradient)
-        loss = torch.cat(losses)
         agree = torch.cat(agrees)
         ctx.mark_non_differentiable(agree)
-        return (loss * weights).sum(), agree
+        return torch.stack(losses).sum(), agree
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor, _: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(of_loss), None, None, None
+        return gradient.mul_(of_loss), None, None
 
 
 def distance_and_slope(log_q: Tensor, log_p: Tensor, terms: dict[str, float]) -> tuple[Tensor, Tensor]:
@@ -65,9 +64,7 @@ def distance_and_slope(log_q: Tensor, log_p: Tensor, terms: dict[str, float]) ->
     return loss, slope
 
 
-def distillation_loss(
-    student: Tensor, target: Tensor, weights: Tensor, terms: dict[str, float]
-) -> tuple[Tensor, Tensor]:
-    """The weighted sum over positions [n, vocabulary], and where both have the same best token [n]."""
-    loss, agree = _Distance.apply(student, target, weights, terms)  # type: ignore[no-untyped-call]
+def distillation_loss(student: Tensor, target: Tensor, terms: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """The sum over positions of logits [n, vocabulary], and where both have the same best token [n]."""
+    loss, agree = _Distance.apply(student, target, terms)  # type: ignore[no-untyped-call]
     return loss, agree

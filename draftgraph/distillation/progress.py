@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
 
-if TYPE_CHECKING:
-    from draftgraph.distillation.train import Moment
+from draftgraph.distillation.score import Scores
 
 QUIET_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a training stands."""
+
+    step: int
+    done: float  # share of the training
+    seconds: float
+    loss: float
+    agreement: float  # with the target's best token, on what is being learnt
+    scores: Scores | None  # on texts that are not learnt from
+
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds * (1 - self.done) / self.done if self.done else 0.0
 
 
 class Reporter(AbstractContextManager["Reporter"]):
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._status: Status | None = Status("", console=self.console) if self.console.is_terminal else None
-        self._last = 0.0
+        self._last = time.monotonic()
 
     def __enter__(self) -> Reporter:
         if self._status:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import math
+import os
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from draftgraph.errors import UsageError
@@ -17,10 +19,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, 1 << 16),
     "max_length": (8, 1 << 20),
     "minutes": (0.01, 1e5),
+    "steps": (1, 1 << 30),
     "batch_tokens": (16, 1 << 24),
     "learning_rate": (0, 1),
-    "prompt_weight": (0, 1),
+    "warmup": (0, 0.99),
+    "prompt_share": (0, 1),
+    "seed": (0, 1 << 31),
 }
+OWN_PROMPTS = 20000
+OF_TEXTS = ("prompts", "own_prompts", "max_prompts", "temperatures", "max_new_tokens", "max_length")
 
 
 @dataclass(frozen=True)
@@ -28,47 +35,61 @@ class Recipe:
     """How a student is made.
 
     >>> Recipe(layers=2).vocab_size
-    16384
+    12288
     """
 
     layers: int = 4
     start_from: str = "spread"  # which of the target's layers: spread, first, last, or numbers such as 0,9,18,29
-    vocab_size: int = 16384  # tokens that the draft can write, the most frequent in the target's answers; 0: all
+    vocab_size: int = 12288  # tokens that the draft can write, the most frequent in the target's answers; 0: all
     prompts: tuple[str, ...] = ()  # JSONL files, datasets:NAME, python
-    own_prompts: int = 20000  # prompts that the target writes itself
+    own_prompts: int | None = None  # prompts that the target writes itself; left out: 20000, if it has a chat template
     max_prompts: int | None = None  # of each source
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # every prompt is answered once at each; 0: greedy
-    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.7)  # every prompt is answered once at each; 0: greedy
+    max_new_tokens: int = 192
     max_length: int = 1536  # of a prompt with its answer; longer prompts are cut in the middle
     minutes: float | None = None  # of training; left out: `steps`
     steps: int = 4000
     batch_tokens: int = 32768  # in one step of training
-    optimizer: str = "adamw"  # or muon, for matrices
-    learning_rate: float = 4e-3
+    optimizer: str = "muon"  # for matrices; or adamw for all
+    learning_rate: float = 0.01
     warmup: float = 0.03  # share of the training
-    loss: str = "kl"  # terms and weights, such as "kl" or "kl+0.5*tv+0.2*top"
-    prompt_weight: float = 0.1  # of a token of the prompt against one of the answer
+    loss: str = "kl+0.5*top"  # terms and weights, such as "kl" or "kl+0.5*tv+0.2*top"
+    prompt_share: float = 0.1  # of a prompt's tokens that are learnt as well
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{name} must be between {low:g} and {high:g}, not {value}")
+        prompts = [self.prompts] if isinstance(self.prompts, str | os.PathLike) else self.prompts
+        heats = [self.temperatures] if isinstance(self.temperatures, int | float) else self.temperatures
+        object.__setattr__(self, "prompts", tuple(map(str, prompts)))
+        object.__setattr__(self, "temperatures", tuple(heats))
+        for field in fields(self):
+            if field.name in RANGES:
+                refuse_outside(field.name, str(field.type), getattr(self, field.name))
         if self.max_new_tokens >= self.max_length:
             raise UsageError(f"max_length must be over max_new_tokens ({self.max_new_tokens}), not {self.max_length}")
         if self.optimizer not in ("adamw", "muon"):
             raise UsageError(f"optimizer must be adamw or muon, not {self.optimizer!r}")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise UsageError("temperatures must be one or more numbers of at least 0")
+        if not self.temperatures or not all(0 <= heat < math.inf for heat in self.temperatures):
+            raise UsageError(f"temperatures must be one or more numbers of at least 0, not {self.temperatures}")
         loss_terms(self.loss)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def fingerprint(self, *more: str) -> str:
-        """Of what training depends on."""
-        return digest(json.dumps(self.to_dict(), sort_keys=True), *more)
+    def fingerprint(self) -> str:
+        """Of what training depends on beside its texts."""
+        given = {name: value for name, value in self.to_dict().items() if name not in OF_TEXTS}
+        given |= {"loss": loss_terms(self.loss), "steps": self.steps if self.minutes is None else None}
+        return digest(json.dumps(given, sort_keys=True))
+
+
+def refuse_outside(name: str, kind: str, value: Any) -> None:
+    if value is None and kind.endswith("None"):
+        return
+    (low, high), whole = RANGES[name], kind.startswith("int")
+    if not isinstance(value, int if whole else int | float) or not low <= value <= high:
+        what = "a whole number" if whole else "a number"
+        raise UsageError(f"{name} must be {what} between {low:g} and {high:g}, not {value!r}")
 
 
 LOSSES = ("kl", "reverse", "tv", "top")
@@ -81,14 +102,15 @@ def loss_terms(text: str) -> dict[str, float]:
     {'kl': 1.0, 'tv': 0.5}
     """
     terms: dict[str, float] = {}
-    for part in text.replace(" ", "").split("+"):
+    for part in str(text).replace(" ", "").split("+"):
         weight, _, name = part.rpartition("*")
         try:
-            terms[name] = float(weight or 1)
+            value = float(weight or 1)
         except ValueError:
-            terms[""] = 0.0
-        if name not in LOSSES:
+            value = math.nan
+        if name not in LOSSES or not 0 < value < math.inf:
             raise UsageError(f'loss must be a sum such as "kl+0.5*tv" of {", ".join(LOSSES)}, not {text!r}')
+        terms[name] = terms.get(name, 0.0) + value
     return terms
 
 

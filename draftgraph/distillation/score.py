@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draftgraph.distillation.texts import Text, batch_of, epoch_of
+from draftgraph.distillation.faults import naming_batch_tokens
+from draftgraph.distillation.texts import Text, epoch_of, padded
 from draftgraph.engine.loan import evaluating
 
 CHAIN = 8
@@ -28,15 +30,16 @@ class Scores:
         return asdict(self)
 
 
-def score(student: Any, texts: list[Text]) -> Scores:
+def score(student: Any, texts: list[Text], batch_tokens: int = SCORED_TOKENS) -> Scores:
     """Exact for chains: as long as a draft agrees, it goes on from the target's own text."""
-    hits = hits_of(student, texts)
+    with naming_batch_tokens(batch_tokens):
+        hits = hits_of(student, texts, min(batch_tokens, SCORED_TOKENS))
     steps = sum(passes(row) for row in hits)
     tokens = sum(map(len, hits))
     return Scores(sum(int(row.sum()) for row in hits) / max(tokens, 1), tokens / max(steps, 1), len(texts))
 
 
-def hits_of(student: Any, texts: list[Text]) -> list[NDArray[np.bool_]]:
+def hits_of(student: Any, texts: list[Text], batch_tokens: int = SCORED_TOKENS) -> list[NDArray[np.bool_]]:
     """For every token of every answer, whether the student's best token is the target's."""
     device = student.get_input_embeddings().weight.device
     token_map = getattr(student, "token_map", None)
@@ -52,9 +55,9 @@ def hits_of(student: Any, texts: list[Text]) -> list[NDArray[np.bool_]]:
     hook = head.register_forward_hook(best)
     try:
         with torch.no_grad(), evaluating(student):
-            for rows in epoch_of(lengths, SCORED_TOKENS, 0):
-                tokens = batch_of([texts[row] for row in rows], 0.0).tokens.to(device)
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            for rows in epoch_of(lengths, batch_tokens, 0):
+                tokens = padded([texts[row] for row in rows]).to(device)
+                with mixed_precision(student):
                     student(input_ids=tokens, use_cache=False)
                 said = chosen.pop()
                 said = said if token_map is None else token_map[said]
@@ -64,6 +67,13 @@ def hits_of(student: Any, texts: list[Text]) -> list[NDArray[np.bool_]]:
     finally:
         hook.remove()
     return hits
+
+
+def mixed_precision(student: Any) -> AbstractContextManager[None]:
+    """Own weights in float32 behind an embedding in half precision need it; a GPU is faster with it."""
+    borrowed = student.get_input_embeddings().weight
+    half = borrowed.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(borrowed.device.type, torch.bfloat16, enabled=half or borrowed.is_cuda)
 
 
 def passes(hits: NDArray[np.bool_], chain: int = CHAIN) -> int:

@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.distillation.recipe import digest
+from draftgraph.errors import UsageError
 from draftgraph.graph import Ints
 
 BATCHES_TO_SORT = 64  # a batch holds similar lengths, but an epoch stays shuffled
+HELD_OUT = 512  # prompts that are not learnt from, at most; and at most one in ten
 
 
 @dataclass(frozen=True)
@@ -29,25 +32,31 @@ class Text:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded behind. A position's weight is that of the token it predicts."""
+    """Texts side by side, padded behind, and the positions whose next token is learnt."""
 
     tokens: Tensor  # [rows, length]
-    weights: Tensor  # [rows, length] 0 where nothing is learnt
-
-    def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.weights)))
+    places: Tensor  # [positions] in the flattened tokens, one text after the other
 
 
-def batch_of(texts: list[Text], prompt_weight: float) -> Batch:
-    longest = max(len(text.tokens) for text in texts)
-    tokens = np.zeros((len(texts), longest), dtype=np.int64)
-    weights = np.zeros((len(texts), longest), dtype=np.float32)
+def padded(texts: list[Text]) -> Tensor:
+    """[rows, length]"""
+    tokens = np.zeros((len(texts), max(len(text.tokens) for text in texts)), dtype=np.int64)
     for row, text in enumerate(texts):
-        end = len(text.tokens)
-        tokens[row, :end] = text.tokens
-        weights[row, : text.prompt_length - 1] = prompt_weight
-        weights[row, text.prompt_length - 1 : end - 1] = 1.0
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(weights))
+        tokens[row, : len(text.tokens)] = text.tokens
+    return torch.from_numpy(tokens)
+
+
+def batch_of(texts: list[Text], places: list[Ints]) -> Batch:
+    tokens = padded(texts)
+    flat = np.concatenate([row * tokens.shape[1] + one for row, one in enumerate(places)])
+    return Batch(tokens, torch.from_numpy(flat))
+
+
+def learnt_places(text: Text, prompt_share: float) -> Ints:
+    """The positions before every token of the answer, and before this share of the prompt's, always the same ones."""
+    prompt = np.arange(text.prompt_length - 1)
+    drawn = (prompt * 2654435761 + 40503 * len(text.tokens)) % (1 << 32) < prompt_share * (1 << 32)
+    return np.concatenate([prompt[drawn], np.arange(text.prompt_length - 1, len(text.tokens) - 1)])
 
 
 def epoch_of(lengths: Ints, batch_tokens: int, seed: int) -> Iterator[list[int]]:
@@ -79,4 +88,23 @@ def frequent_tokens(texts: list[Text], size: int, vocabulary: int, always: froze
     in_answers, in_prompts = (np.bincount(tokens, minlength=vocabulary).astype(float) for tokens in (answers, prompts))
     in_answers[list(always)] = np.inf
     order = np.lexsort((np.arange(vocabulary), -in_prompts, -in_answers))
-    return torch.from_numpy(np.sort(order[:size]))
+    return torch.from_numpy(np.sort(order[: max(size, len(always))]))
+
+
+def parted(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+    """What is learnt from, and greedy answers to prompts that are not: every answer to one prompt is on one side."""
+    names = [digest(text.tokens[: text.prompt_length].tobytes()) for text in texts]
+    prompts = sorted(set(names))
+    apart = set(prompts[: max(1, min(HELD_OUT, len(prompts) // 10))])
+    learnt = [text for text, name in zip(texts, names, strict=True) if name not in apart]
+    kept: dict[str, Text] = {}
+    for text, name in sorted(zip(texts, names, strict=True), key=lambda pair: pair[0].temperature):
+        if name in apart:
+            kept.setdefault(name, text)
+    if not learnt:
+        raise UsageError("one prompt is too little to learn from: give more prompts")
+    return learnt, list(kept.values())
+
+
+def digest_of(texts: list[Text]) -> str:
+    return digest(*(text.tokens.tobytes() + text.prompt_length.to_bytes(4, "little") for text in texts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,44 +11,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftgraph.distillation.checkpoint import Checkpoint
-from draftgraph.distillation.faults import naming_batch_tokens
+from draftgraph.distillation.faults import naming_batch_tokens, uninterrupted
 from draftgraph.distillation.loss import distillation_loss
+from draftgraph.distillation.memory import TargetMemory
+from draftgraph.distillation.progress import Moment
 from draftgraph.distillation.recipe import Recipe, loss_terms
-from draftgraph.distillation.score import Scores, score
-from draftgraph.distillation.texts import Batch, Text, batch_of, epoch_of
+from draftgraph.distillation.score import Scores, mixed_precision, score
+from draftgraph.distillation.sharedhead import SharedHead
+from draftgraph.distillation.texts import Text, batch_of, epoch_of, learnt_places
 from draftgraph.engine.loan import evaluating
-from draftgraph.models.student import own_names
+from draftgraph.errors import DraftGraphError
+from draftgraph.models.student import own_weights
 
 LOOK_EVERY = 10  # steps between two looks at the loss: each waits for the device
 SCORE_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class Moment:
-    """Where a training stands."""
-
-    step: int
-    done: float  # share of the training
-    seconds: float
-    loss: float
-    agreement: float  # with the target's best token, on what is being learnt
-    scores: Scores | None  # on texts that are not learnt from
-
-    @property
-    def seconds_left(self) -> float:
-        return self.seconds * (1 - self.done) / self.done if self.done else 0.0
-
-
 Show = Callable[[Moment], None]
-Select = Callable[[Tensor | None], None]  # positions of a flattened batch; None: all
 
 
 @dataclass
 class Training:
-    """A student on its way; `run` goes on from the last checkpoint."""
+    """A student on its way. `resume`, then `run`."""
 
     target: Any
     student: Any
@@ -60,70 +48,92 @@ class Training:
 
     def __post_init__(self) -> None:
         self.device = self.target.get_input_embeddings().weight.device
-        own = set(own_names(self.student))
-        self.parameters: dict[str, Tensor] = {}
-        for name, parameter in self.student.named_parameters():
-            parameter.requires_grad_(name in own)
-            if name in own:
-                parameter.data = parameter.data.float()
-                self.parameters[name] = parameter
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, weight in own_weights(self.student).items():
+            if isinstance(weight, nn.Parameter):
+                weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+                weight.requires_grad_(True)
+                self.parameters[name] = weight
         self.optimizers = optimizers_for(self.recipe, list(self.parameters.values()))
         self.lengths = np.array([len(text.tokens) for text in self.texts])
+        self.places = [learnt_places(text, self.recipe.prompt_share) for text in self.texts]
+        self.head = SharedHead(self.target, self.student)
         self.terms = loss_terms(self.recipe.loss)
         self.step, self.seconds = 0, 0.0
 
-    def run(self, checkpoint_seconds: float = 60.0) -> Scores:
-        """Trains to the end of the recipe and returns the scores of the finished student."""
-        self.resume()
-        started, saved, scored = time.monotonic() - self.seconds, time.monotonic(), 0.0
+    def run(self, checkpoint_seconds: float = 60.0) -> None:
+        """Trains to the end of the recipe; Ctrl-C leaves a checkpoint."""
+        started, saved, scored = time.monotonic() - self.seconds, time.monotonic(), -math.inf
         scores: Scores | None = None
         sums: list[Tensor] = []
-        with self.shared_head() as select, evaluating(self.target):
+        positions = np.array([len(places) for places in self.places])
+        width = self.target.get_output_embeddings().weight.shape[1]
+        self.memory = TargetMemory(positions, width, self.target.dtype, self.device)
+        with self.head, evaluating(self.target), self.saved_if_interrupted():
             for rows in self.batches():
-                if (done := self.done()) >= 1:
+                if self.done() >= 1:
                     break
-                sums.append(self.learn(batch_of([self.texts[row] for row in rows], self.recipe.prompt_weight), select))
-                self.step += 1
+                sums.append(self.learn(rows))
                 self.seconds = time.monotonic() - started
-                if self.step % LOOK_EVERY:
+                if self.step % LOOK_EVERY and self.done() < 1:
                     continue
-                loss, agreement, count = torch.stack(sums).sum(dim=0).tolist()
+                loss, agreement = self.mean(sums)
                 sums.clear()
                 if time.monotonic() - scored > SCORE_SECONDS:
-                    select(None)
-                    scores, scored = score(self.student, self.held_out), time.monotonic()
-                    self.curve.append(
-                        {"step": self.step, "seconds": self.seconds, "loss": loss / count} | scores.to_dict()
-                    )
-                self.show(Moment(self.step, done, self.seconds, loss / count, agreement / count, scores))
+                    scores = score(self.student, self.held_out, self.recipe.batch_tokens)
+                    scored = time.monotonic()
+                    self.curve.append({"step": self.step, "seconds": self.seconds, "loss": loss} | scores.to_dict())
+                self.show(Moment(self.step, self.done(), self.seconds, loss, agreement, scores))
                 if time.monotonic() - saved > checkpoint_seconds:
                     self.save()
                     saved = time.monotonic()
         self.save()
-        return score(self.student, self.held_out)
 
-    def learn(self, batch: Batch, select: Select) -> Tensor:
-        """One step; returns the summed loss, agreement and number of the answer's tokens."""
-        flat = batch.weights.reshape(-1)
-        places = torch.nonzero(flat)[:, 0]
-        weights = flat[places].to(self.device, non_blocking=True)
-        tokens = batch.tokens.to(self.device, non_blocking=True)
-        select(places.to(self.device, non_blocking=True))
+    def learn(self, rows: list[int]) -> Tensor:
+        """One step on these texts; returns the summed loss, the agreement and the number of tokens."""
+        batch = batch_of([self.texts[row] for row in rows], [self.places[row] for row in rows])
+        tokens, places = (tensor.to(self.device, non_blocking=True) for tensor in (batch.tokens, batch.places))
         with naming_batch_tokens(self.recipe.batch_tokens):
-            with torch.no_grad():
-                theirs = self.target(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                ours = self.student(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
-            loss, agree = distillation_loss(ours, theirs, weights, self.terms)
-            (loss / float(flat.sum())).backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+            theirs = self.target_logits(rows, tokens, places)
+            with mixed_precision(self.student):
+                ours = self.head.logits(self.student, tokens, places)
+            loss, agree = distillation_loss(ours, theirs, self.terms)
+            (loss / len(places)).backward()
+            nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+            with uninterrupted():
+                self.take_step()
+        return torch.stack([loss.detach(), agree.sum(), torch.tensor(len(places), device=self.device)])
+
+    @torch.no_grad()
+    def target_logits(self, rows: list[int], tokens: Tensor, places: Tensor) -> Tensor:
+        known = self.memory.recall(rows)
+        if known is not None:
+            return self.head.of_states(known)
+        logits = self.head.logits(self.target, tokens, places)
+        states = self.head.states
+        assert states is not None
+        if self.memory.empty and not torch.equal(self.head.of_states(states[None])[0], logits):
+            self.memory.give_up()  # something follows this model's head
+        self.memory.keep(rows, states)
+        return logits
+
+    def take_step(self) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate()
             optimizer.step()
             optimizer.zero_grad()
-        answered = weights >= 1
-        return torch.stack([loss.detach() * answered.sum() / weights.sum(), (agree & answered).sum(), answered.sum()])
+        self.step += 1
+
+    def mean(self, sums: list[Tensor]) -> tuple[float, float]:
+        """Loss and agreement of a token."""
+        loss, agreement, count = torch.stack(sums).sum(dim=0).tolist()
+        if not math.isfinite(loss):
+            raise DraftGraphError(
+                f"the loss is no number any more at step {self.step}: try a --learning-rate "
+                f"under {self.recipe.learning_rate:g} with another --out; the last checkpoint is kept"
+            )
+        return loss / count, agreement / count
 
     def done(self) -> float:
         recipe = self.recipe
@@ -147,27 +157,12 @@ class Training:
             epoch += 1
 
     @contextmanager
-    def shared_head(self) -> Iterator[Select]:
-        """Inside, both models score the student's vocabulary, and only at the selected positions."""
-        head, original = self.student.get_output_embeddings(), self.target.get_output_embeddings()
-        places: list[Tensor] = []
-
-        def narrow(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if not places:
-                return None
-            hidden = arguments[0]
-            return (hidden.reshape(-1, hidden.shape[-1])[places[0]][None],)
-
-        def select(chosen: Tensor | None) -> None:
-            places[:] = [] if chosen is None else [chosen]
-
-        hook = head.register_forward_pre_hook(narrow)
-        self.target.set_output_embeddings(head)
+    def saved_if_interrupted(self) -> Iterator[None]:
         try:
-            yield select
-        finally:
-            hook.remove()
-            self.target.set_output_embeddings(original)
+            yield
+        except KeyboardInterrupt:
+            self.save()
+            raise
 
     def save(self) -> None:
         tensors = {f"weight.{name}": parameter.detach() for name, parameter in self.parameters.items()}
@@ -175,20 +170,23 @@ class Training:
             tensors |= {f"{key}.{name}": value for key, value in state.items()}
         self.checkpoint.write(tensors, {"step": self.step, "seconds": self.seconds, "curve": self.curve})
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
         """Goes back to the last checkpoint, if there is one."""
         found = self.checkpoint.read()
         if found is None:
-            return
-        tensors, state = found
-        self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
+            return False
+        tensors, reached = found
+        self.step, self.seconds, self.curve = reached["step"], reached["seconds"], reached["curve"]
+        states = dict(self.optimizer_states())
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[f"weight.{name}"])
-            for name, state in self.optimizer_states():
-                place = self.parameters[name].device
-                keys = [key.removesuffix(f".{name}") for key in tensors if key.endswith(f".{name}")]
-                state.update({key: tensors[f"{key}.{name}"].to(place) for key in keys if key != "weight"})
+            for key, value in tensors.items():
+                kind, _, name = key.partition(".")
+                parameter = self.parameters[name]
+                if kind == "weight":
+                    parameter.copy_(value)
+                else:
+                    states[name][kind] = value.to(parameter.device)
+        return True
 
     def optimizer_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -198,7 +196,7 @@ class Training:
                     yield names[id(parameter)], optimizer.state[parameter]
 
 
-def optimizers_for(recipe: Recipe, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
+def optimizers_for(recipe: Recipe, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Muon for matrices, AdamW for the rest, or AdamW for all."""
     settings: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "weight_decay": 0.01, "fused": parameters[0].is_cuda}
     if recipe.optimizer == "adamw":

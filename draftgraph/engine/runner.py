@@ -38,6 +38,8 @@ class Engine(Protocol):
 
     def commit(self, slots: list[int], tokens: list[int]) -> None: ...
 
+    def forget(self, scratch: int) -> None: ...
+
     def rewind(self, length: int) -> None: ...
 
     def depth_limit(self, root: int) -> int | None: ...
@@ -109,6 +111,11 @@ class EagerEngine:
         self.text.extend(tokens)
         self.scratch = 0
         self._scratch_depths.clear()
+
+    def forget(self, scratch: int) -> None:
+        """Keeps the first scratch nodes alone; the next pass writes over the others."""
+        self.scratch = scratch
+        del self._scratch_depths[scratch:]
 
     def rewind(self, length: int) -> None:
         self._cache.rewind(length)

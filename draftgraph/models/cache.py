@@ -55,6 +55,20 @@ def remembered_sha256(file: Path) -> str:
 
 
 @contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `file` once all is written: no reader ever finds half of it."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        partial.touch()
+        mode = partial.stat().st_mode
+        yield partial
+        partial.chmod(mode)  # safetensors writes for the owner alone
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
 def only_one(path: Path, waiting: str) -> Iterator[None]:
     """Hold the lock of `path`; a process that finds it taken says `waiting` and waits. A killed holder frees it."""
     from filelock import FileLock, Timeout

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import LoadError, UsageError
+from draftgraph.models.cache import replacing
 from draftgraph.models.faults import one_line, writing
-from draftgraph.models.student import bare_student, own_names, text_config
+from draftgraph.models.student import bare_student, own_weights, text_config
 
 FORMAT = 1
 SECTION = "draftgraph"  # of config.json
@@ -19,13 +21,15 @@ WEIGHTS = "model.safetensors"
 SCALE = ".scale"
 MARKED_ROWS, MARKED_COLUMNS = 64, 16
 TOLERANCE = 0.05
+UNKEPT = ("_name_or_path", "quantization_config")  # where the target was, and how it was packed there
+ELSEWHERE = "give --out a folder"
 
 
 def is_draft_folder(spec: Any) -> bool:
     """Whether this is a folder that `save_draft` wrote."""
     try:
-        return SECTION in json.loads((Path(spec).expanduser() / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return isinstance(json.loads((Path(spec).expanduser() / "config.json").read_text())[SECTION], dict)
+    except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
@@ -34,53 +38,67 @@ def save_draft(student: Any, target: Any, folder: Path, bits: int = 16) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    parameters = dict(student.named_parameters())
-    for name in own_names(student):
-        weight = parameters[name].detach().float().cpu()
-        if bits == 8 and weight.dim() == 2:
-            tensors[name], tensors[name + SCALE] = rounded_rows(weight)
+    for name, value in own_weights(student).items():
+        weight = value.detach().cpu()
+        if not weight.is_floating_point():
+            tensors[name] = weight.clone()
+        elif bits == 8 and weight.dim() == 2:
+            tensors[name], tensors[name + SCALE] = rounded_rows(weight.float())
         else:
-            tensors[name] = weight.to(torch.bfloat16 if bits <= 16 else torch.float32)
+            tensors[name] = weight.to(torch.bfloat16 if bits <= 16 else torch.float32, copy=True)
     token_map = getattr(student, "token_map", None)
     if token_map is not None:
         tensors["token_map"] = token_map.cpu().to(torch.int32)
     tensors["target_mark"] = mark_of(target)
-    config = student.config.to_dict()
+    config = {name: value for name, value in student.config.to_dict().items() if name not in UNKEPT}
     config[SECTION] = {"format": FORMAT, "bits": bits, "target": name_of(target)}
-    with writing("the draft", folder.parent):
+    with writing("the draft", folder, ELSEWHERE):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        with replacing(folder / WEIGHTS) as file:
+            save_file(tensors, file, metadata={"format": "pt"})
+        with replacing(folder / "config.json") as file:
+            file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_draft(folder: Path, target: Any) -> Any:
     """The draft in a folder, around the embedding and output rows of its target, in the target's dtype and place."""
+    folder, target = folder.expanduser(), unwrapped(target)
+    content, tensors = read_draft(folder)
+    section = content.pop(SECTION, {})
+    if section.get("format") != FORMAT:
+        raise LoadError(f"the draft in {folder} has format {section.get('format')}: this version reads {FORMAT}")
+    made_for = f"the draft in {folder} was trained for {section.get('target')}"
+    check_mark(tensors.pop("target_mark", None), target, made_for)
+    try:
+        return filled_student(target, content, tensors)
+    except UsageError:
+        raise
+    except Exception as error:  # a configuration checks itself in its own ways
+        raise LoadError(f"the draft in {folder} is damaged ({one_line(error)}): copy or train it again") from error
+
+
+def read_draft(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = folder.expanduser()
     try:
-        content = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / WEIGHTS)
+        return json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise LoadError(f"the draft in {folder} cannot be read ({one_line(error)}): copy or train it again") from error
-    section = content.pop(SECTION)
-    if section.get("format") != FORMAT:
-        raise LoadError(f"the draft in {folder} has format {section.get('format')}: this version reads {FORMAT}")
-    check_mark(tensors.pop("target_mark", None), target, f"the draft in {folder} was trained for {section['target']}")
-    token_map = tensors.pop("token_map", None)
+
+
+def filled_student(target: Any, content: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     config = type(target.config).from_dict(content)
     config._attn_implementation = target.config._attn_implementation
-    student = bare_student(target, config, token_map)
-    parameters = dict(student.named_parameters())
-    missing = [name for name in own_names(student) if name not in tensors]
-    if missing:
-        raise LoadError(f"the draft in {folder} lacks {missing[0]}: train it again")
+    student = bare_student(target, config, tensors.pop("token_map", None))
     with torch.no_grad():
-        for name in own_names(student):
+        for name, own in own_weights(student).items():
             weight, scale = tensors[name], tensors.get(name + SCALE)
-            parameters[name].copy_(weight.float() * scale[:, None] if scale is not None else weight)
-    student.requires_grad_(False)
+            weight = weight if scale is None else weight.float() * scale[:, None]
+            if weight.shape != own.shape:
+                raise ValueError(f"{name} is {list(weight.shape)}, not {list(own.shape)}")
+            own.copy_(weight)
+            own.requires_grad_(False)
     return student
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from draftgraph.errors import DraftGraphError, LoadError, UsageError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+ANOTHER_CACHE = "set DRAFTGRAPH_CACHE to a folder"
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -32,26 +33,23 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 @contextmanager
-def writing(what: str, folder: Path) -> Iterator[None]:
-    """Says which folder is full or cannot be written when `what` fails to be kept there."""
+def writing(what: str, folder: Path, elsewhere: str = ANOTHER_CACHE) -> Iterator[None]:
+    """Says which folder is full or cannot be written when `what` fails to be kept there, and how to name another."""
     try:
         yield
     except DraftGraphError:
         raise
     except Exception as error:
         if is_disk_full(error):
-            raise LoadError(disk_full(what, folder)) from error
+            raise LoadError(disk_full(what, folder, elsewhere=elsewhere)) from error
         raise LoadError(
-            f"cannot keep {what} in {folder} ({one_line(error)}): set DRAFTGRAPH_CACHE to a folder that can be written"
+            f"cannot keep {what} in {folder} ({one_line(error)}): {elsewhere} that can be written"
         ) from error
 
 
-def disk_full(what: str, folder: Path, needed: int | None = None) -> str:
+def disk_full(what: str, folder: Path, needed: int | None = None, elsewhere: str = ANOTHER_CACHE) -> str:
     size = f"{needed / 1e9:.1f} GB of" if needed else "more"
-    return (
-        f"the disk is full: {what} needs {size} room in {folder}; "
-        "free some space or set DRAFTGRAPH_CACHE to a folder on another disk"
-    )
+    return f"the disk is full: {what} needs {size} room in {folder}; free some space or {elsewhere} on another disk"
 
 
 def explain(error: Exception, name: str, part: str = "") -> DraftGraphError:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.errors import UsageError
 
 
@@ -23,15 +24,6 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
         if len(part) == count:
             return name, part
     raise UsageError(f"{type(model).__name__} has no list of {count} layers to cut a student from")
-
-
-def output_rows(target: Any) -> tuple[Tensor, Tensor | None]:
-    """The output matrix [vocabulary, width] of a target and its bias."""
-    head = target.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-        raise UsageError(f"the output matrix of {type(target).__name__} is quantised: load the target without that")
-    return weight, getattr(head, "bias", None)
 
 
 def spread(layers: int, of: int) -> list[int]:
@@ -54,6 +46,8 @@ def picked_layers(choice: str, layers: int, of: int) -> list[int]:
             raise UsageError(f"start_from must be spread, first, last or numbers: 0,9,18; not {choice!r}") from None
         if len(picked) != layers:
             raise UsageError(f"start_from names {len(picked)} layers for a student of {layers}: they must be as many")
+        if wrong := [layer for layer in picked if not 0 <= layer < of]:
+            raise UsageError(f"the target has {of} layers, 0 to {of - 1}: there is no layer {wrong[0]}")
         return picked
     if layers > of:
         raise UsageError(f"the target has {of} layers: a student cannot have {layers}")
@@ -66,7 +60,7 @@ def student_config(config: Any, picked: list[int]) -> Any:
     inner = text_config(cut)
     count = inner.num_hidden_layers
     for name, value in list(vars(inner).items()):
-        if isinstance(value, list) and len(value) == count:
+        if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
             setattr(inner, name, [value[layer] for layer in picked])
     inner.num_hidden_layers = len(picked)
     inner.tie_word_embeddings = cut.tie_word_embeddings = False
@@ -75,48 +69,74 @@ def student_config(config: Any, picked: list[int]) -> Any:
     return cut
 
 
-def bare_student(target: Any, config: Any, token_map: Tensor | None) -> Any:
+def bare_student(target: Any, config: Any, token_map: Tensor | None = None) -> Any:
     """A student with weights yet to be set, around the target's embedding and output rows, which it does not own."""
-    attention = getattr(config, "_attn_implementation", None)
-    student = type(target)._from_config(config, attn_implementation=attention)
-    student.to(dtype=target.dtype)
-    student.set_input_embeddings(target.get_input_embeddings())
-    weight, bias = output_rows(target)
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        student = type(target)._from_config(
+            config, dtype=target.dtype, attn_implementation=getattr(config, "_attn_implementation", None)
+        )
+    student.set_input_embeddings(view_of(target.get_input_embeddings()))
+    lend_output_rows(student, target, token_map)
+    return student.to(target.get_input_embeddings().weight.device).eval()
+
+
+def view_of(module: nn.Module) -> nn.Module:
+    """The same weights in a module of their own, not to be trained: whoever freezes it leaves the original alone."""
+    view = copy.copy(module)
+    parameters = module.named_parameters(recurse=False)
+    view._parameters = {name: nn.Parameter(value.detach(), requires_grad=False) for name, value in parameters}
+    return view
+
+
+def lend_output_rows(student: Any, target: Any, token_map: Tensor | None) -> None:
+    """Lets a student write the tokens of the map, or all, with the target's rows for them."""
+    original = target.get_output_embeddings()
+    weight, bias = getattr(original, "weight", None), getattr(original, "bias", None)
+    if weight is None or weight.dim() != 2 or not is_plain(weight):
+        raise UsageError(f"the output matrix of {type(target).__name__} is quantised: load the target without that")
     kept = slice(None) if token_map is None else token_map.to(weight.device)
-    head = nn.Linear(weight.shape[1], weight[kept].shape[0], bias=bias is not None, device="meta")
-    head.weight = nn.Parameter(weight.detach()[kept], requires_grad=False)
+    rows = weight.detach()[kept]
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
+    head.weight = nn.Parameter(rows, requires_grad=False)
     if bias is not None:
         head.bias = nn.Parameter(bias.detach()[kept], requires_grad=False)
     student.set_output_embeddings(head)
     if token_map is not None:
-        student.register_buffer("token_map", token_map.to(torch.long), persistent=False)
-    return student.to(target.get_input_embeddings().weight.device).eval()
+        student.register_buffer("token_map", token_map.to(weight.device, torch.long), persistent=False)
 
 
-def cut_student(target: Any, picked: list[int], token_map: Tensor | None = None) -> Any:
+def cut_student(target: Any, picked: list[int]) -> Any:
     """A student that starts from copies of the target's layers at these places."""
-    name, stack = layer_stack(target)
-    wrong = [layer for layer in picked if not 0 <= layer < len(stack)]
-    if wrong:
-        raise UsageError(f"the target has {len(stack)} layers, 0 to {len(stack) - 1}: there is no layer {wrong[0]}")
-    student = bare_student(target, student_config(target.config, picked), token_map)
+    if unwrapped(target) is not target or adapters(target):
+        raise UsageError("the target has adapters: merge them into it (merge_and_unload) and give what that returns")
+    name, _ = layer_stack(target)
+    student = bare_student(target, student_config(target.config, picked))
     given = target.state_dict()
     with torch.no_grad():
-        for key, value in student.state_dict().items():
-            source = key
-            if key.startswith(f"{name}."):
-                number, rest = key.removeprefix(f"{name}.").split(".", 1)
-                source = f"{name}.{picked[int(number)]}.{rest}"
-            if key in own_names(student):
-                value.copy_(given[source])
+        for key, value in own_weights(student).items():
+            place, _, rest = key.removeprefix(f"{name}.").partition(".")
+            source = f"{name}.{picked[int(place)]}.{rest}" if key.startswith(f"{name}.") else key
+            found = given.get(source)
+            if found is not None and value.is_floating_point() and not is_plain(found):
+                raise UsageError(f"{source} of the target is quantised: load the target without that")
+            if found is None or found.shape != value.shape:
+                raise UsageError(
+                    f"{type(target).__name__} builds a layer after its number, and {source} does not fit into the "
+                    "student: choose layers with start_from so that each stands where one of its kind stood, or first"
+                )
+            value.copy_(found)
     return student
 
 
-def own_names(student: Any) -> list[str]:
-    """The names of the weights that a student does not borrow from its target."""
-    borrowed = {
-        id(parameter)
-        for part in (student.get_input_embeddings(), student.get_output_embeddings())
-        for parameter in part.parameters()
-    }
-    return [name for name, parameter in student.named_parameters() if id(parameter) not in borrowed]
+def is_plain(weight: Tensor) -> bool:
+    """Whether the numbers of a weight stand there themselves, neither packed nor quantised."""
+    return weight.is_floating_point() and type(weight.detach()) is Tensor
+
+
+def own_weights(student: Any) -> dict[str, Tensor]:
+    """The parameters, and buffers that are stored, which a student does not borrow from its target."""
+    lent = (student.get_input_embeddings(), student.get_output_embeddings())
+    places = tuple(f"{name}." for name, part in student.named_modules() if any(part is one for one in lent))
+    return {name: value for name, value in student.state_dict(keep_vars=True).items() if not name.startswith(places)}
