@@ -210,12 +210,21 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_same_seed_gives_the_same_weights_interrupted_or_not(
-    optimizer: str, folder_of: Any, quick: Any, interrupted_at: Any, capsys: pytest.CaptureFixture[str]
+    optimizer: str,
+    folder_of: Any,
+    quick: Any,
+    interrupted_at: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, arguments = folder_of("llama"), {"optimizer": optimizer, "bits": 32}
-    whole, again = quick(folder, "whole", **arguments), quick(folder, "again", **arguments)
-    assert same(whole, again) and not same(whole, quick(folder, "other", **arguments, seed=1))
+    first = quick(folder, "first", **arguments)
+    assert same(first, quick(folder, "again", **arguments))
+    assert not same(first, quick(folder, "other", **arguments, seed=1))
 
+    # What is remembered of the target was rounded in other batches than what a new run reads again.
+    monkeypatch.setattr("draftgraph.distillation.memory.CPU_BYTES", 0)
+    whole = quick(folder, "whole", **arguments)
     interrupted_at(10)
     with pytest.raises(KeyboardInterrupt):
         quick(folder, "parts", **arguments)

@@ -246,11 +246,12 @@ def test_answers_of_a_tuned_target_are_not_those_of_its_base() -> None:
 
 
 def test_a_fingerprint_knows_what_matters() -> None:
-    first = Recipe().fingerprint()
-    for same in ({"prompts": "other.jsonl"}, {"max_length": 999}, {"own_prompts": 5}, {"loss": "1*kl+0.5*top"}):
-        assert Recipe(**same).fingerprint() == first, same
-    for other in ({"layers": 3}, {"seed": 1}, {"steps": 5}, {"loss": "tv"}, {"minutes": 1}, {"optimizer": "adamw"}):
-        assert Recipe(**other).fingerprint() != first, other
+    usual = {"loss": "kl+0.5*top", "optimizer": "adamw", "steps": 9}
+    first = Recipe(**usual).fingerprint()
+    for same in ({"prompts": "other.jsonl"}, {"max_length": 999}, {"own_prompts": 5}, {"loss": "1*kl + 0.50*top"}):
+        assert Recipe(**usual | same).fingerprint() == first, same
+    for other in ({"layers": 3}, {"seed": 1}, {"steps": 5}, {"loss": "tv"}, {"minutes": 1}, {"optimizer": "muon"}):
+        assert Recipe(**usual | other).fingerprint() != first, other
     assert Recipe(minutes=1, steps=5).fingerprint() == Recipe(minutes=1).fingerprint()
 
 

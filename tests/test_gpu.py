@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, VOCAB, perturbed, target_of
 
 from draftgraph import GraphConfig, GraphDecoder
+from draftgraph.distillation.checkpoint import Checkpoint
+from draftgraph.distillation.recipe import Recipe
+from draftgraph.distillation.rowattention import reference
+from draftgraph.distillation.sampler import Sampler
+from draftgraph.distillation.score import score
+from draftgraph.distillation.texts import Text
+from draftgraph.distillation.train import Training
+from draftgraph.models.student import cut_student
 from draftgraph.noise import KeyedNoise
 
 pytestmark = pytest.mark.gpu
@@ -53,3 +63,41 @@ def test_sampled_text_is_the_same_on_both_devices() -> None:
 def test_half_precision_passes_the_self_check(dtype: torch.dtype) -> None:
     for family in ("llama", "gemma3", "mixtral", "opt"):
         assert GraphDecoder(target_of(family).to("cuda", dtype)).can_branch
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot take a token tree")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_large_batches_continue_texts_as_plain_decoding_does(family: str) -> None:
+    target = target_of(family).to("cuda")
+    prompts = [[1 + (5 * row + 3 * place) % (VOCAB - 1) for place in range(2 + row)] for row in range(9)]
+    answers = Sampler(target, frozenset({5, 11})).continue_texts(prompts, 40)
+    decoder = GraphDecoder(target, config=GraphConfig(mode="off"))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt])
+        alone = decoder.generate(ids, max_new_tokens=40, eos_token_id=[5, 11], do_sample=False)
+        assert answer == alone.sequences[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("rows", "groups", "heads", "size"), [(3, 2, 3, 64), (5, 1, 1, 128), (2, 4, 7, 32)])
+def test_the_kernel_for_rows_gives_what_its_reference_gives(rows: int, groups: int, heads: int, size: int) -> None:
+    from draftgraph.distillation.rowkernel import attend
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    query = torch.randn(rows, groups, heads, size, **shape)
+    key, value = (torch.randn(rows, groups, 192, size, **shape) for _ in range(2))
+    places = torch.randint(0, 192, (rows,), generator=generator, device="cuda")
+    seen = torch.arange(192, device="cuda") <= places[:, None]
+    expected = reference(query, key, value, seen[:, None, None], size**-0.5)
+    torch.testing.assert_close(attend(query, key, value, places, size**-0.5), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_student_learns_in_half_precision(tmp_path: Path) -> None:
+    target = target_of("llama").to("cuda", torch.bfloat16)
+    rows = Sampler(target, frozenset()).continue_texts([[token] for token in range(1, VOCAB)], 30)
+    texts = [Text(np.array([token, *row], dtype=np.int32), 1) for token, row in enumerate(rows, start=1)]
+    student = cut_student(target, [0, 2])
+    before = score(student, texts).agreement
+    recipe = Recipe(layers=2, steps=150, batch_tokens=512)
+    Training(target, student, texts, texts, recipe, Checkpoint(tmp_path / "checkpoint.safetensors", {})).run()
+    assert score(student, texts).agreement > max(0.5, before)

@@ -115,6 +115,5 @@ Trained for {clock(training.seconds)} ({training.step:,} steps) on {machine}, on
 
 def shown(recipe: Recipe) -> dict[str, Any]:
     """A recipe for others to read: of a file of prompts, its name alone."""
-    files = [source for source in recipe.prompts if Path(source).exists()]
-    prompts = [Path(source).name if source in files else source for source in recipe.prompts]
+    prompts = [path.name if (path := Path(source).expanduser()).exists() else source for source in recipe.prompts]
     return recipe.to_dict() | {"prompts": prompts}

@@ -91,7 +91,7 @@ def characters_per_token(passages: Sequence[str], tokenizer: Any) -> float:
 
 
 def requests_about(
-    passages: Sequence[str], seed: int, uses: int = 2, characters_per_token: float = CHARACTERS_PER_TOKEN
+    passages: Sequence[str], seed: int, uses: int = 4, characters_per_token: float = CHARACTERS_PER_TOKEN
 ) -> list[Prompt]:
     """Consecutive passages joined to texts of many lengths, each with a request; `uses` different ones per passage."""
     draw = random.Random(seed)
