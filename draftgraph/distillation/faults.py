@@ -64,7 +64,8 @@ def refuse_other_model(folder: Path) -> None:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits until what is inside is done as a whole."""
-    if threading.current_thread() is not threading.main_thread():  # there, none arrives
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere, none arrives
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     waiting: list[Any] = []
