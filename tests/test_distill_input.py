@@ -267,3 +267,11 @@ def test_the_function_takes_fields_of_the_recipe_as_keywords(target: Path, promp
 def test_arguments_for_the_loader_have_their_own_place(target: Path, tmp_path: Path) -> None:
     with pytest.raises(draftgraph.DraftGraphError, match="nonsense"):
         draftgraph.distill(target, tmp_path / "draft", model_kwargs={"nonsense": 1})
+
+
+def test_a_folder_with_files_of_somebody_else_is_left_alone(run: Any, target: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "README.md").write_text("mine")
+    refused(run(target, out="project"), "--out", "holds other files (README.md)")
+    assert (project / "README.md").read_text() == "mine"

@@ -13,7 +13,7 @@ from typing import Any
 from draftgraph.distillation.answers import AnswerStore, mark_of_weights, questions_of
 from draftgraph.distillation.checkpoint import Checkpoint
 from draftgraph.distillation.export import finished, save_plain, write_card
-from draftgraph.distillation.faults import claim, refuse_other_model
+from draftgraph.distillation.faults import claim, refuse_other_content
 from draftgraph.distillation.progress import Reporter, clock
 from draftgraph.distillation.recipe import Recipe
 from draftgraph.distillation.sampler import Sampler
@@ -82,7 +82,7 @@ def distill(
     recipe = changed(recipe or Recipe(), settings)
     refuse_outside(bits=bits, export=export, batch_size=batch_size, checkpoint_seconds=checkpoint_seconds)
     folder, kept = Path(out).expanduser(), Path(answers).expanduser() if answers else cache_dir() / "answers"
-    refuse_other_model(folder)
+    refuse_other_content(folder)
     claim(folder, "--out")
     claim(kept, "--answers")
     model, tokenizer = load_model(target, device=device, dtype=dtype, **(model_kwargs or {}))

@@ -56,9 +56,13 @@ def claim(folder: Path, option: str) -> None:
         raise UsageError(f"{option} {folder} cannot be written ({reason}): name another folder") from error
 
 
-def refuse_other_model(folder: Path) -> None:
+def refuse_other_content(folder: Path) -> None:
+    """What is there must be a draft, or a training on its way: everything else is somebody's."""
     if (folder / "config.json").exists() and not is_draft_folder(folder):
         raise UsageError(f"--out {folder} holds a model that is no draft: name another folder")
+    names = {file.name for file in folder.iterdir() if file.suffix != ".partial"} if folder.is_dir() else set()
+    if names and not names & {"checkpoint.safetensors", "config.json", "training.json"}:
+        raise UsageError(f"--out {folder} holds other files ({min(names)}): name a new or an empty folder")
 
 
 @contextmanager
