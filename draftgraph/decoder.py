@@ -119,7 +119,7 @@ class Decoding:
             proposer.begin(self.text)
         if self.config.mode != "auto":
             return graph, grow(graph, self.proposers)
-        budget = DraftBudget(self.cost, graph.max_depth if self.draft else 0)
+        budget = DraftBudget(self.cost, graph.max_depth) if self.draft else None
         tree = grow(graph, self.proposers, self.cost.floor(), budget)
         return graph, tree.first(nodes_worth_checking(tree, self.cost))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from families import target_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,3 +107,9 @@ def test_copied_nodes_alone_make_a_valid_graph() -> None:
         assert copied.sequences.tolist() == plain.sequences.tolist()
         assert copied.stats.accepted_by_source["copied"] > 0
         assert copied.stats.draft_tokens == 0
+
+
+def test_without_a_draft_a_token_that_stood_nowhere_was_proposed_by_nobody() -> None:
+    decoder = GraphDecoder(target_of("llama"), config=GraphConfig(cost=FlatCost(0.0)))
+    stats = decoder.generate(torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]]), max_new_tokens=20, do_sample=False).stats
+    assert stats.rejected_by.get("not drafted", 0) > 0

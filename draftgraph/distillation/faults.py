@@ -6,7 +6,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_batch_size(rows: int) -> Iterator[None]:
+def out_of_memory_means(line: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DraftGraphError(f"out of memory with {line}") from error
+
+
+def naming_batch_size(rows: int) -> AbstractContextManager[None]:
     """Running out of memory inside becomes an error that names the batch size to try."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        advice = f"try --batch-size {max(1, rows // 2)}" if rows > 1 else "one text at a time does not fit"
-        raise DraftGraphError(f"out of memory with {rows} texts at once: {advice}; what was done is kept") from error
+    advice = f"try --batch-size {max(1, rows // 2)}" if rows > 1 else "one text at a time does not fit"
+    return out_of_memory_means(f"{rows} texts at once: {advice}; what was done is kept")
 
 
-@contextmanager
-def naming_batch_tokens(tokens: int) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DraftGraphError(
-            f"out of memory with {tokens} tokens in a step of training: try --batch-tokens {max(16, tokens // 2)}; "
-            "the last checkpoint is kept"
-        ) from error
+def naming_batch_tokens(tokens: int) -> AbstractContextManager[None]:
+    advice = f"try --batch-tokens {max(16, tokens // 2)}"
+    return out_of_memory_means(f"{tokens} tokens in a step of training: {advice}; the last checkpoint is kept")
 
 
 def claim(folder: Path, option: str) -> None:
