@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import REPOSITORY, TEMPLATE
+from tiny_models import REPOSITORY, TEMPLATE, byte_level_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 CHATML = TEMPLATE + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
 END, START = "<|im_end|>", "<|im_start|>"
 COMMAND = "import sys; from draftgraph.cli import main; sys.exit(main())"
 LEARNT_CHATS, OTHER_CHATS = 100, 250
@@ -58,6 +59,18 @@ def bpe_tokenizer(texts: list[str], size: int, template: str | None = CHATML) ->
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, chat_template=template)
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, with ChatML and a default system prompt."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(byte_level_tokens())}
+    backend = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ"), ("Ġ", "Ġ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in list(vocabulary)[:3]])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=SYSTEM + TEMPLATE)
 
 
 def talking_target(folder: Path, chats: list[tuple[str, str]], steps: int = 170) -> Path:

@@ -19,6 +19,8 @@ from draftgraph.bench.answers import Answer, TargetAnswers, loops
 from draftgraph.bench.replay import Replay
 from draftgraph.bench.structures import BEST_FIRST, STRUCTURES
 from draftgraph.bench.tasks import read_tasks
+from draftgraph.models.draft_folder import save_draft
+from draftgraph.models.student import cut_student
 from draftgraph.pair import Pair, load
 
 NEW_TOKENS = 32
@@ -250,7 +252,9 @@ def test_the_command_shows_a_table_and_writes_a_report(
     results = json.loads((out / "results.json").read_text())
     assert results["draft"] == "mine" and results["target"] == "tiny" and results["settings"]["prompts"] == 4
     assert set(results["structures"]) == set(STRUCTURES)
-    assert "| cats |" in (out / "results.md").read_text()
+    text = (out / "results.md").read_text()
+    assert "| cats |" in text and "| mean |" in text and "](plot.svg)" in text
+    assert all("A looping answer ends in" in " ".join(shown.split()) for shown in (text, done.out))
     assert (out / "plot.svg").read_text().lstrip().startswith("<?xml")
 
     done = run(*common, "--tasks", "mats", "--structures", "chain-4,tree-16", "--temperatures", "0", "--json")
@@ -258,6 +262,37 @@ def test_the_command_shows_a_table_and_writes_a_report(
     rows = json.loads(done.out)["rows"]
     assert {row["task"] for row in rows} == {"mats", "mean"} and {row["temperature"] for row in rows} == {0.0}
     assert all(set(row["structures"]) == {"chain-4", "tree-16"} for row in rows)
+
+
+def test_a_single_task_has_no_mean_beside_it(run: Runner, folder: Path, draft_folder: Path, data: Path) -> None:
+    common = ("bench", "draft", draft_folder, "--data", data / "cats.jsonl", "--target", folder)
+    done = run(*common, "--max-new-tokens", 4, "--structures", "chain-4", "--out", data / "out")
+    assert done.status == 0 and "cats" in done.out and "all 3 answers (none looping)" in done.out
+    for shown in (done.out, *((data / "out" / name).read_text() for name in ("results.md", "plot.svg"))):
+        assert "mean" not in shown.lower(), shown
+
+
+def test_a_trained_draft_is_called_by_its_folder(
+    run: Runner, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load(str(folder)).target
+    save_draft(cut_student(target, [0]), target, tmp_path / "trained")
+    common = ("--data", data, "--target", folder, "--max-new-tokens", 4, "--structures", "chain-4", "--json")
+    monkeypatch.chdir(tmp_path / "trained")
+    for place in (tmp_path / "trained", "../trained", "."):
+        assert json.loads(run("bench", "draft", place, *common).out)["draft"] == "trained"
+
+
+def test_options_are_read_from_a_file(run: Runner, folder: Path, draft_folder: Path, data: Path) -> None:
+    file = data / "bench.toml"
+    models = f'target = "{folder}"\ndata = ["{data}"]\n'
+    file.write_text(models + 'structures = "chain-4"\nprompts = 2\nmax-new-tokens = 5\ntemperatures = "0"\n')
+    done = run("bench", "draft", draft_folder, "--config", file, "--prompts", 1, "--json")
+    assert done.status == 0, done
+    report = json.loads(done.out)
+    assert set(report["structures"]) == {"chain-4"}
+    assert report["target"] == "tiny" and {row["temperature"] for row in report["rows"]} == {0.0}
+    assert (report["settings"]["prompts"], report["settings"]["max_new_tokens"]) == (2, 5), "one of each task"
 
 
 def test_wrong_use_is_one_line(run: Runner, folder: Path, data: Path, tmp_path: Path) -> None:

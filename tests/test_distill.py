@@ -29,6 +29,7 @@ import draftgraph
 from draftgraph import GraphConfig
 from draftgraph.bench.answers import loops
 from draftgraph.distillation import Distilled, Recipe, distill
+from draftgraph.distillation.folders import LOCK
 from draftgraph.distillation.progress import Reporter
 from draftgraph.distillation.sampler import Sampler
 
@@ -109,6 +110,7 @@ def test_a_killed_run_goes_on_and_its_draft_makes_the_target_faster(tmp_path: Pa
     wait_for(out / "checkpoint.safetensors", killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
+    assert (out / LOCK).exists(), "of a run that is no more"
     step, kept = reached(out / "checkpoint.safetensors"), times(store)
     assert 0 < step < 150 and not (out / "model.safetensors").exists()
 
@@ -238,9 +240,9 @@ def test_the_same_seed_gives_the_same_weights_interrupted_or_not(
 def test_minutes_are_those_of_all_runs_together(folder_of: Any, quick: Any, interrupted_at: Any) -> None:
     interrupted_at(10)
     with pytest.raises(KeyboardInterrupt):
-        quick(folder_of("llama"), minutes=0.03)
+        quick(folder_of("llama"), steps=None, minutes=0.03)
     began = time.monotonic()
-    done = quick(folder_of("llama"), minutes=0.03)
+    done = quick(folder_of("llama"), steps=None, minutes=0.03)
     assert done.steps > 10 and done.seconds >= 0.03 * 60 - 0.1
     assert time.monotonic() - began < 60
 

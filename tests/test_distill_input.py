@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -16,11 +21,14 @@ import pytest
 import torch
 from cli_tools import Done, Runner, refused
 from distill_tools import bpe_tokenizer, tiny_target, write_prompts_file
+from tiny_models import REPOSITORY, one_line_of
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 import draftgraph
 from draftgraph import UsageError
 from draftgraph.distillation import Recipe
+from draftgraph.distillation.folders import LOCK, held_alone
+from draftgraph.distillation.progress import amount
 
 VOCAB = len(bpe_tokenizer(["the cat sat on the mat"] * 4, 280))
 PROMPTS = [f"the cat sat on mat {number}" for number in range(20)]
@@ -51,13 +59,27 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return call
 
 
-def failed(done: Done, *words: str) -> None:
-    """Exit status 1, and one line about it behind those that tell how far the run was."""
-    assert (done.status, done.out) == (1, "") and "Traceback" not in done.err, done
+def in_process(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Python code in a process of its own."""
+    command, pipe = [sys.executable, "-c", code, *map(str, arguments)], subprocess.PIPE
+    return subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def failed(done: Done, *words: str, status: int = 1) -> None:
+    """One line about it behind those that tell how far the run was."""
+    assert (done.status, done.out) == (status, "") and "Traceback" not in done.err, done
     *before, last = done.err.splitlines()
     assert last.startswith("draftgraph: ") and not any(line.startswith("draftgraph: ") for line in before), done.err
     for word in words:
         assert word in last
+
+
+def refused_late(done: Done, *words: str) -> None:
+    """Wrong use that only the target, or the prompts, can tell."""
+    failed(done, *words, status=2)
+    assert done.err.startswith("loading the target ")
 
 
 # What is asked for
@@ -67,10 +89,6 @@ def failed(done: Done, *words: str) -> None:
     ("arguments", "words"),
     [
         (("--layers", 0), ("layers", "0")),
-        (("--layers", 99), ("the target has 3 layers", "99")),
-        (("--layers", 2, "--start-from", "0,99"), ("no layer 99",)),
-        (("--start-from", "0,1"), ("start_from names 2 layers",)),
-        (("--start-from", "top"), ("start_from", "'top'")),
         (("--vocab-size", -1), ("vocab_size", "-1")),
         (("--own-prompts", -5), ("own_prompts", "-5")),
         (("--max-prompts", 0), ("max_prompts", "0")),
@@ -83,6 +101,7 @@ def failed(done: Done, *words: str) -> None:
         (("--export", "xx"), ("export", "'xx'")),
         (("--steps", 0), ("steps", "0")),
         (("--minutes", 0), ("minutes", "0")),
+        (("--minutes", 5), ("steps and minutes exclude each other: give one of them",)),
         (("--batch-tokens", 1), ("batch_tokens", "1")),
         (("--batch-size", 0), ("batch_size must be at least 1",)),
         (("--learning-rate", 2), ("learning_rate", "2")),
@@ -90,32 +109,63 @@ def failed(done: Done, *words: str) -> None:
         (("--checkpoint-seconds", -1), ("checkpoint_seconds",)),
         (("--seed", -1), ("seed", "-1")),
         (("--layers", "many"), ("--layers", "integer")),
-        (("--prompts", "none.jsonl"), ("none.jsonl", "no such file")),
     ],
     ids=lambda value: " ".join(map(str, value[:2])) if isinstance(value, tuple) else None,
 )
 def test_wrong_settings_are_refused(run: Any, target: Path, arguments: Any, words: Any, tmp_path: Path) -> None:
     refused(run(target, *arguments), *words)
-    assert not any((tmp_path / "answers").glob("*")), "work was done before"
+    assert not (tmp_path / "out").exists() and not (tmp_path / "answers").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--layers", 99), ("the target has 3 layers", "99")),
+        (("--layers", 2, "--start-from", "0,99"), ("no layer 99",)),
+        (("--start-from", "0,1"), ("start_from names 2 layers",)),
+        (("--start-from", "top"), ("start_from", "'top'")),
+        (("--prompts", "none.jsonl"), ("none.jsonl", "no such file")),
+    ],
+    ids=lambda value: " ".join(map(str, value[:2])) if isinstance(value, tuple) else None,
+)
+def test_a_refused_run_leaves_no_folder_behind(
+    run: Any, target: Path, arguments: Any, words: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    for out in ("out/below", "mine"):
+        refused_late(run(target, *arguments, out=out), *words)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "answers").exists()
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_what_a_recipe_leaves_out() -> None:
+    recipe = Recipe()
+    assert (recipe.prompts_to_write, recipe.done(1000, 99)) == (20000, 0.25)
+    assert recipe.shown()["steps"] == 4000 and recipe.shown()["own_prompts"] == 20000
+    given = Recipe(prompts="p.jsonl", minutes=2)
+    assert (given.prompts_to_write, given.done(1000, 60)) == (0, 0.5) and given.shown()["steps"] is None
+    assert Recipe(prompts="p.jsonl", own_prompts=7).prompts_to_write == 7
+    with pytest.raises(UsageError, match="steps and minutes exclude each other") as error:
+        Recipe(minutes=1, steps=4000)
+    one_line_of(error)
 
 
 def test_the_line_of_a_prompt_that_cannot_be_read_is_named(run: Any, target: Path, tmp_path: Path) -> None:
     file = tmp_path / "wrong.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b"\n')
-    refused(run(target, "--prompts", file), f"{file}, line 2", "not valid JSON")
+    refused_late(run(target, "--prompts", file), f"{file}, line 2", "not valid JSON")
 
 
 def test_a_target_without_chat_template_needs_prompts(run: Any, prompts: Path, tmp_path: Path) -> None:
     plain = tiny_target(tmp_path / "plain", LlamaConfig(**SHAPE), template=None)
-    refused(run(plain), "need a chat template", "--prompts FILE")
+    refused_late(run(plain), "need a chat template", "--prompts FILE")
     assert "need a chat template" in run(plain, "--prompts", prompts, "--own-prompts", 10).err
-    done = run(plain, "--prompts", prompts)
-    assert done.status == 0 and "the target has no chat template: it writes no prompts itself" in done.err
+    assert run(plain, "--prompts", prompts).status == 0
 
 
 def test_a_target_without_tokenizer_or_end_token(run: Any, target: Path, prompts: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(target, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "chat*"))
-    refused(run(bare, "--prompts", prompts), "no tokenizer")
+    refused_late(run(bare, "--prompts", prompts), "no tokenizer")
     endless = tiny_target(tmp_path / "endless", LlamaConfig(**SHAPE | {"eos_token_id": None}))
     assert run(endless, "--prompts", prompts, "--own-prompts", 0).status == 0
 
@@ -135,7 +185,7 @@ def test_texts_stay_within_the_context_window(run: Any, tmp_path: Path) -> None:
     )
     done = run(short, "--prompts", long, "--own-prompts", 4, "--max-length", 500)
     assert done.status == 0 and "max_length is 120, the target's context window" in done.err
-    refused(run(shorter, "--prompts", long, "--max-new-tokens", 50), "holds 40 tokens", "--max-new-tokens 20")
+    refused_late(run(shorter, "--prompts", long, "--max-new-tokens", 50), "holds 40 tokens", "--max-new-tokens 20")
     assert "window of 40 is too short to write prompts" in run(shorter, out="shorter").err
 
 
@@ -164,21 +214,25 @@ def test_a_folder_with_another_training_is_refused_early(
     assert run(target, *more).status == 0
     shutil.copytree(tmp_path / "out", tmp_path / "half")
     (tmp_path / "half" / "training.json").unlink()
-    monkeypatch.setattr("draftgraph.distillation.distilling.save_draft", lambda *_: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr("draftgraph.distillation.making.save_draft", lambda *_: (_ for _ in ()).throw(OSError))
     assert run(target, *more, out="half").status == 1 and (tmp_path / "half" / "checkpoint.safetensors").exists()
 
-    monkeypatch.setattr("draftgraph.distillation.distilling.target_answers", None)  # not reached
+    monkeypatch.setattr("draftgraph.distillation.making.target_answers", None)  # not reached
     for out, file in (("out", "training.json"), ("half", "checkpoint.safetensors")):
-        refused(run(other, *more, out=out), "another target", f"remove {file}")
-        refused(run(target, *more, "--steps", 5, out=out), "another recipe", f"remove {file}")
-    refused(run(target, *more, "--bits", 8), "in 16 bits", "another --out")
+        refused_late(run(other, *more, out=out), "another target: choose", f"remove {file}")
+        changed = ("--steps", 5, "--loss", "kl", "--max-prompts", 3)
+        differing = "another recipe (steps 4 there, 5 here; loss kl+0.5*top there, kl here): choose"
+        refused_late(run(target, *more, *changed, out=out), differing, f"remove {file}")
+    refused_late(run(target, *more, "--bits", 8), "in 16 bits", "another --out")
 
 
 def test_other_answers_are_another_training(run: Any, target: Path, prompts: Path) -> None:
     assert run(target, "--prompts", prompts, "--own-prompts", 0).status == 0
+    done = run(target, "--prompts", prompts, "--own-prompts", 0, "--max-new-tokens", 7)
+    refused_late(done, "another set of answers (max_new_tokens 8 there, 7 here): choose")
     write_prompts_file(prompts, PROMPTS[:-4])
     done = run(target, "--prompts", prompts, "--own-prompts", 0)
-    assert done.status == 2 and "another set of answers" in done.err.splitlines()[-1]
+    refused_late(done, "another set of answers: choose")
 
 
 # What a machine lacks
@@ -201,7 +255,7 @@ def test_a_file_that_grows_too_large_loses_nothing_before(
     with files_of_at_most(8192):
         failed(run(target, *more), "the checkpoint", "too large", "--out")
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "answers").iterdir()}
-    assert len(kept) == 1 and not list((tmp_path / "out").iterdir()), "half a file was left"
+    assert len(kept) == 1 and not (tmp_path / "out").exists(), "half a file was left"
     assert run(target, *more).status == 0
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "answers").iterdir()} == kept
 
@@ -275,3 +329,78 @@ def test_a_folder_with_files_of_somebody_else_is_left_alone(run: Any, target: Pa
     (project / "README.md").write_text("mine")
     refused(run(target, out="project"), "--out", "holds other files (README.md)")
     assert (project / "README.md").read_text() == "mine"
+
+
+# One run at a time
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from draftgraph.distillation.folders import held_alone
+with held_alone(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_that_another_run_works_in_is_refused(run: Any, target: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with held_alone(out):
+        refused(run(target, "--prompts", prompts), f"another run of distill works in --out {out}:")
+        refused(run(target, "--prompts", prompts), "another run")
+    assert not list(out.iterdir())
+
+
+def test_a_killed_run_holds_no_folder(run: Any, target: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    holder = in_process(HOLDER, out)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    refused(run(target, "--prompts", prompts), "another run of distill")
+    holder.kill()
+    holder.communicate()
+    assert [file.name for file in out.iterdir()] == [LOCK]
+    assert run(target, "--prompts", prompts).status == 0
+    assert not (out / LOCK).exists()
+
+
+# What is shown
+
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from draftgraph.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_the_first_line_comes_before_anything_heavy(target: Path, tmp_path: Path) -> None:
+    files = ("--target", target, "--out", tmp_path / "out", "--answers", tmp_path / "answers")
+    told = in_process(WITHOUT_TORCH, "distill", *files).communicate()[1]
+    first, second = told.splitlines()
+    assert first == f"loading the target {target}" and "torch" in second
+    told = in_process(WITHOUT_TORCH, "distill", *files, "--layers", 0).communicate()[1]
+    assert told.startswith("draftgraph: layers must be") and told.count("\n") == 1
+
+
+def test_a_run_tells_what_it_does_in_plain_numbers(run: Any, target: Path, prompts: Path) -> None:
+    done = run(target, "--prompts", prompts, "--temperatures", 0)
+    assert done.status == 0 and "written by the target" not in done.err
+    lines = done.err.splitlines()
+    assert lines[0] == f"loading the target {target}" and lines[1] == f"reading prompts: {prompts}"
+    (answers,) = (re.fullmatch(r"20 answers, (\d+) tokens", line) for line in lines if "answers, " in line)
+    assert answers and 20 <= int(answers[1]) <= 160
+    assert re.search(r"out: \d\d?,\d{3} weights of its own", lines[-1])
+    assert [amount(number) for number in (0, 999_999, 1_000_000)] == ["0", "999,999", "1.0M"]
+
+
+def test_help_shows_what_every_option_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = Runner(capsys, monkeypatch)("distill", "--help").out
+    shown = dict(re.findall(r"--(\S+) .*\[default: \(?(.*?)\)?\]", text))
+    own = [field.name for field in fields(Recipe) if field.name not in ("warmup", "minutes")]
+    for name in (*own, "out", "answers", "batch_size", "checkpoint_seconds", "bits", "export"):
+        assert name.replace("_", "-") in shown, name
+    expected = {"own-prompts": "20000, or 0 with --prompts", "steps": "4000", "temperatures": "0,0.7"}
+    expected |= {"start-from": "spread", "optimizer": "muon", "learning-rate": "0.01", "loss": "kl+0.5*top"}
+    assert shown | expected | {"prompt-share": "0.1", "seed": "0"} == shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,11 +199,15 @@ class Echo:
     def __init__(self, calls: int = 1 << 30) -> None:
         self.calls, self.asked = calls, 0
 
-    def continue_texts(self, prompts: list[list[int]], most: int, heat: list[float], seed: int) -> list[list[int]]:
+    def continue_texts(
+        self, prompts: list[list[int]], most: int, heat: list[float], seed: int, *, report: Any = None
+    ) -> list[list[int]]:
         if self.calls == 0:
             raise DraftGraphError("stopped here: on purpose")
         self.calls -= 1
         self.asked += len(prompts)
+        if report is not None:
+            report(0.5)
         return [prompt[::-1][:most] for prompt in prompts]
 
 
@@ -215,8 +220,10 @@ def test_answers_before_a_failure_are_kept_and_not_asked_for_again(
     with pytest.raises(DraftGraphError, match="on purpose"):
         store.answer(Echo(2), questions, 3, 0)  # type: ignore[arg-type]
     rest = Echo()
-    texts = store.answer(rest, questions, 3, 0)  # type: ignore[arg-type]
+    told: list[Any] = []
+    texts = store.answer(rest, questions, 3, 0, lambda *moment: told.append(moment[:2]))  # type: ignore[arg-type]
     assert rest.asked == 2 and len(texts) == 10
+    assert told == [(4, 10), (8, 10), (9, 10), (10, 10)], "a shard is told of before it is whole"
     assert all(text.answer.tolist() == text.tokens[: text.prompt_length][::-1][:3].tolist() for text in texts)
     nothing = Echo(0)
     assert digest_of(store.answer(nothing, questions, 3, 0)) == digest_of(texts)  # type: ignore[arg-type]
@@ -250,9 +257,10 @@ def test_a_fingerprint_knows_what_matters() -> None:
     first = Recipe(**usual).fingerprint()
     for same in ({"prompts": "other.jsonl"}, {"max_length": 999}, {"own_prompts": 5}, {"loss": "1*kl + 0.50*top"}):
         assert Recipe(**usual | same).fingerprint() == first, same
-    for other in ({"layers": 3}, {"seed": 1}, {"steps": 5}, {"loss": "tv"}, {"minutes": 1}, {"optimizer": "muon"}):
+    for_minutes = {"steps": None, "minutes": 1}
+    for other in ({"layers": 3}, {"seed": 1}, {"steps": 5}, {"loss": "tv"}, for_minutes, {"optimizer": "muon"}):
         assert Recipe(**usual | other).fingerprint() != first, other
-    assert Recipe(minutes=1, steps=5).fingerprint() == Recipe(minutes=1).fingerprint()
+    assert Recipe(steps=4000).fingerprint() == Recipe().fingerprint() != Recipe(minutes=1).fingerprint()
 
 
 def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
@@ -264,6 +272,18 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="holds a training with another") as error:
             read()
         one_line_of(error)
+    made = {"target": "a", "recipe": "b", "set of answers": "c"}
+    recipe = Recipe(layers=2, max_prompts=9)
+    Checkpoint(file, made, recipe.shown()).write({}, {})
+    for name, change, words in (
+        ("recipe", {"layers": 3, "max_prompts": 8}, r"another recipe \(layers 2 there, 3 here\): choose"),
+        ("recipe", {"minutes": 1.5}, r"\(minutes none there, 1.5 here; steps 4000 there, none here\)"),
+        ("set of answers", {"layers": 3, "temperatures": 0}, r"answers \(temperatures 0.0,0.7 there, 0 here\)"),
+        ("set of answers", {}, "another set of answers: choose"),
+        ("target", {"layers": 3}, "another target: choose"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Checkpoint(file, made | {name: "other"}, replace(recipe, **change).shown()).check()
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(UsageError, match="cannot be read") as error:
         Checkpoint(file, {"target": "a"}).read()

@@ -1,4 +1,4 @@
-"""Where the prompts of a distillation come from: files, datasets, passages, Python source, the target itself."""
+"""Where the prompts of a distillation come from: files, datasets, passages, Python source."""
 
 import ast
 import email.message
@@ -12,32 +12,21 @@ import types
 from pathlib import Path
 
 import pytest
-from tiny_models import TEMPLATE, byte_level_tokens, one_line_of
+from distill_tools import byte_level_tokenizer
+from tiny_models import one_line_of
 
-from draftgraph.distillation import functions, selfwritten
+from draftgraph.distillation import functions
 from draftgraph.distillation.coding import SLIPS, WEIGHTS, ask
 from draftgraph.distillation.functions import functions_in, python_prompts
 from draftgraph.distillation.licences import is_permissive, is_public
 from draftgraph.distillation.passages import REQUESTS, requests_about
 from draftgraph.distillation.prompts import Prompt, read_prompts
-from draftgraph.distillation.selfwritten import OPENINGS, end_of_user_turn, opening_of_user_turn, write_prompts
 from draftgraph.errors import UsageError
-
-SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
 
 
 @pytest.fixture
 def tokenizer():
-    """Byte-level, with ChatML and a default system prompt."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: index for index, token in enumerate(byte_level_tokens())}
-    backend = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ"), ("Ġ", "Ġ")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in list(vocabulary)[:3]])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=SYSTEM + TEMPLATE)
+    return byte_level_tokenizer()
 
 
 def write_lines(folder, *rows):
@@ -334,7 +323,7 @@ def test_a_function_found_twice_is_asked_about_once_a_turn(module, tmp_path, mon
 
 def test_python_prompts_come_from_what_is_installed_and_depend_on_the_seed():
     first, again = python_prompts(40, seed=1), read_prompts("python", None, 40, 1)
-    assert first == again and len(first) == 40
+    assert first == again == read_prompts("python:40", None, 99, 1) and len(first) == 40
     assert {prompt.kind for prompt in first} == {"code"}
 
 
@@ -367,74 +356,3 @@ def test_tests_private_modules_and_what_packages_carry_along_are_not_read():
     read = ["json/decoder.py", "json/__init__.py", "click/testing.py"]
     left = ["_weakrefset.py", "pip/_vendor/rich/text.py", "a/tests/x.py", "a/test_x.py", "a/vendor/x.py", "a/.x/y.py"]
     assert [path for path in read + left if is_public(tuple(path.split("/")))] == read
-
-
-# Prompts that the target writes itself
-
-
-class FakeSampler:
-    """Writes what `speak(row)` says for each row; the rows and settings that it was given are kept."""
-
-    def __init__(self, tokenizer, speak):
-        self.tokenizer, self.speak = tokenizer, speak
-        self.begun, self.temperatures, self.row = [], [], 0
-
-    def continue_texts(self, prompts, max_new_tokens, temperature, seed, *, report=None):
-        self.begun += prompts
-        self.temperatures += temperature
-        turns = []
-        for _ in prompts:
-            self.row += 1
-            turns.append(self.tokenizer(self.speak(self.row))["input_ids"][:max_new_tokens])
-            if report:
-                report(len(turns) / len(prompts))
-        return turns
-
-
-def test_the_opening_of_a_user_turn_is_the_template_up_to_the_users_text(tokenizer):
-    opening = tokenizer.decode(opening_of_user_turn(tokenizer))
-    assert opening == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
-    assert tokenizer.decode([end_of_user_turn(tokenizer)]) == "<|im_end|>"
-
-
-@pytest.mark.parametrize("template", [None, "{{ messages[0]['content'] }}", "{{ raise_exception('no\nusers') }}"])
-def test_a_target_that_cannot_write_prompts_is_told_of_the_alternative(tokenizer, template):
-    tokenizer.chat_template = template
-    with pytest.raises(UsageError) as error:
-        opening_of_user_turn(tokenizer)
-    assert "--prompts FILE" in one_line_of(error)
-
-
-def test_only_turns_that_ended_by_themselves_with_plain_text_are_kept(tokenizer):
-    bad = ["", "<|im_end|>", "<|im_start|>assistant\nno<|im_end|>", "not finished", " \n<|im_end|>"]
-    sampler = FakeSampler(tokenizer, lambda row: bad[row % 7] if row % 7 < 5 else f"{row} reasons?<|im_end|>")
-    prompts = write_prompts(sampler, tokenizer, 60, seed=1)
-    written = [prompt.text for prompt in prompts]
-    assert len(prompts) == 60 and {prompt.kind for prompt in prompts} == {"self"}
-    assert all(text.endswith(" reasons?") for text in written)
-
-
-def test_prompts_that_begin_alike_are_kept_once_and_a_target_that_repeats_itself_ends(tokenizer):
-    begin = "The Same Forty Characters At The Beginning"
-    sampler = FakeSampler(tokenizer, lambda row: f"{begin if row % 4 else begin.lower()} {row}<|im_end|>")
-    prompts = write_prompts(sampler, tokenizer, 500, seed=1)
-    assert 1 < len(prompts) <= 1 + len(OPENINGS)  # one without an opening, one for each
-
-
-def test_half_of_the_turns_are_begun_with_opening_words(tokenizer):
-    sampler = FakeSampler(tokenizer, lambda row: f"{row}<|im_end|>")
-    write_prompts(sampler, tokenizer, 300, seed=1)
-    opening = opening_of_user_turn(tokenizer)
-    begun = [tokenizer.decode(tokens[len(opening) :]) for tokens in sampler.begun]
-    assert abs(sum(not words for words in begun) - len(begun) / 2) <= 1
-    assert set(begun) <= {"", *OPENINGS} and len(set(begun)) > 50
-    assert set(sampler.temperatures) == set(selfwritten.TEMPERATURES)
-
-
-def test_self_written_prompts_depend_on_the_seed_and_report_progress(tokenizer):
-    shares = []
-    first, again = (
-        write_prompts(FakeSampler(tokenizer, lambda row: f"{row}<|im_end|>"), tokenizer, 50, 4, report=shares.append)
-        for _ in range(2)
-    )
-    assert first == again and min(shares) > 0 and max(shares) <= 1

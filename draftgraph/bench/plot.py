@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from draftgraph.bench.report import DraftReport, heat
+from draftgraph.bench.report import DraftReport, heat, shown
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def plot(report: DraftReport) -> Figure:
 def draw_agreement(axes: Any, report: DraftReport) -> None:
     width = 0.8 / len(report.temperatures)
     for index, temperature in enumerate(report.temperatures):
-        rows, colour = report.selected(temperature, "all"), COLOURS[index % len(COLOURS)]
+        rows, colour = shown(report.selected(temperature, "all")), COLOURS[index % len(COLOURS)]
         places = [place + (index + 0.5) * width - 0.4 for place in range(len(rows))]
         axes.bar(places, [row.agreement for row in rows], width, color=colour, label=heat(temperature))
         axes.bar(places, [row.agreement_of_4 for row in rows], width, fill=False, edgecolor=colour)
@@ -58,9 +58,12 @@ def draw_agreement(axes: Any, report: DraftReport) -> None:
 
 
 def draw_tokens_per_pass(axes: Any, report: DraftReport) -> None:
+    which = "Mean of the tasks"
     for index, temperature in enumerate(report.temperatures):
+        rows = shown(report.selected(temperature, "all"))
+        which = rows[0].task if len(rows) == 1 else which
         series: dict[str, list[tuple[float, float]]] = {}
-        for name, figures in report.selected(temperature, "all")[-1].structures.items():
+        for name, figures in rows[-1].structures.items():
             kind = re.sub(r"-\d+$", "", name)
             series.setdefault(kind, []).append((figures.verified_nodes, figures.tokens_per_pass))
         for number, (kind, points) in enumerate(series.items()):
@@ -68,7 +71,7 @@ def draw_tokens_per_pass(axes: Any, report: DraftReport) -> None:
             style = {"marker": marker, "linestyle": LINES[index % len(LINES)], "color": COLOURS[number % len(COLOURS)]}
             axes.plot(*zip(*sorted(points), strict=True), label=None if index else label, **style)
     lines = zip(LINES, report.temperatures, strict=False)
-    axes.set_title(f"Mean of the tasks ({', '.join(f'{line}: {heat(one)}' for line, one in lines)})", fontsize="medium")
+    axes.set_title(f"{which} ({', '.join(f'{line}: {heat(one)}' for line, one in lines)})", fontsize="medium")
     axes.set(xlabel="verified nodes per pass, the root included", ylabel="tokens per pass")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -96,13 +96,19 @@ class DraftReport:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def explanation(self) -> str:
+        """What the columns and titles of the tables mean."""
+        several = len({row.task for row in self.rows} - {MEAN}) > 1
+        return f"{COLUMNS} {MEANS} {LOOPS}" if several else f"{COLUMNS} {LOOPS}"
+
     def tables(self) -> Iterator[Table]:
         """Agreement and tokens per pass by task; a second time without looping answers, where there are some."""
         for temperature in self.temperatures:
             everything = self.selected(temperature, "all")
             steady = self.selected(temperature, "without loops") if everything[-1].looping else []
             for rows in filter(None, (everything, steady)):
-                yield Table(title_of(rows[-1]), header_of(rows[-1]), [cells_of(row) for row in rows])
+                yield Table(title_of(rows[-1]), header_of(rows[-1]), [cells_of(row) for row in shown(rows)])
 
     def structures_table(self) -> Table:
         """What each structure costs, and what it gives."""
@@ -114,9 +120,11 @@ class DraftReport:
                 lines[name] += [f"{one.verified_nodes:.1f}", f"{one.draft_levels:.1f}", f"{one.tokens_per_pass:.2f}"]
         return Table("Per pass of the target: verified nodes, draft levels, tokens", header, list(lines.values()))
 
-    def to_markdown(self) -> str:
+    def to_markdown(self, plot: str | None = None) -> str:
+        """With a link to the `plot` where there is one."""
         settings = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in self.settings.items())
-        lead = f"# {self.draft} as a draft for {self.target}\n\n{settings}\n\n{EXPLANATION}\n"
+        lead = f"# {self.draft} as a draft for {self.target}\n\n{settings}\n\n{self.explanation}\n"
+        lead += f"\n![Agreement by task, and tokens per pass]({plot})\n" if plot else ""
         return "\n".join([lead, *(table.to_markdown() for table in (*self.tables(), self.structures_table()))])
 
     def save(self, folder: Path) -> None:
@@ -125,16 +133,21 @@ class DraftReport:
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        (folder / "results.md").write_text(self.to_markdown(), encoding="utf-8")
+        (folder / "results.md").write_text(self.to_markdown("plot.svg"), encoding="utf-8")
         figure = plot(self)
         for kind in ("svg", "png"):
             figure.savefig(folder / f"plot.{kind}", dpi=150)
 
 
-EXPLANATION = (
+COLUMNS = (
     "Agrees: share of places in the target's answers where its token is the draft's best; best 4: among its four best. "
     "The other columns: tokens per pass of the target, the bonus token included, when the draft grows this "
-    "structure. The mean counts every task the same."
+    "structure."
+)
+MEANS = "The mean counts every task the same."
+LOOPS = (
+    "A looping answer ends in the same few words over and over (at most 24 tokens, three times or more), which is easy "
+    "to foresee and flatters a draft."
 )
 
 
@@ -145,8 +158,13 @@ def heat(temperature: float) -> str:
 def title_of(mean: Row) -> str:
     name = heat(mean.temperature).capitalize()
     if mean.selection == "all":
-        return f"{name}, all {mean.answers} answers ({mean.looping} loop)"
+        return f"{name}, all {mean.answers} answers ({mean.looping or 'none'} looping)"
     return f"{name}, the {mean.answers} answers that do not loop"
+
+
+def shown(rows: list[Row]) -> list[Row]:
+    """Tasks and their mean; of a single task, no mean."""
+    return rows[:1] if len(rows) == 2 else rows
 
 
 def header_of(row: Row) -> list[str]:

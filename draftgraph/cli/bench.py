@@ -20,7 +20,7 @@ from draftgraph.cli.terminal import console, load_pair, stderr_console, write_js
 from draftgraph.errors import UsageError
 
 WIDTH = 120  # of tables that no terminal shows
-OPTIONS = ("target", "device", "dtype", "seed", "json", "debug")
+OPTIONS = ("target", "device", "dtype", "seed", "json", "config", "debug")
 
 TASKS, OUTPUT = "Tasks", "Input and output"
 Draft = Annotated[str, typer.Argument(metavar="DIR", help="The draft: a folder, hub name or GGUF file")]
@@ -70,9 +70,11 @@ def draft(
         max_new_tokens=max_new_tokens,
         seed=settings.seed or 0,
     )
+    if (place := Path(folder).expanduser()).exists():
+        report = replace(report, draft=place.absolute().name)
     if out is not None:
         report.save(Path(out))
-        stderr_console().print(f"wrote {Path(out) / 'results.md'}")
+        stderr_console().print(f"wrote {Path(out) / 'results.md'}", soft_wrap=True)
     if settings.json:
         write_json(report.to_dict())
     else:
@@ -114,7 +116,8 @@ def show(report: DraftReport) -> None:
     if not terminal.is_terminal:
         terminal.width = max(terminal.width, WIDTH)
     for table in report.tables():
-        shown = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        terminal.print(table.title, style="italic", soft_wrap=True)
+        shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         shown.padding = 0  # all of it in 80 columns: the box leaves a space between them
         shown.add_column(table.header[0], overflow="fold", min_width=8)
         for name in table.header[1:]:
@@ -124,3 +127,4 @@ def show(report: DraftReport) -> None:
                 shown.add_section()
             shown.add_row(*cells)
         terminal.print(shown, "")
+    terminal.print(report.explanation)

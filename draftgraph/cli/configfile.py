@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,15 @@ def read_config_file(context: typer.Context, path: str | None) -> str | None:
 
 def option_names(context: typer.Context) -> set[str]:
     """Options of all commands: one file may serve several."""
-    commands = getattr(context.find_root().command, "commands", {}).values()
-    parameters = [parameter for command in commands for parameter in command.params]
+    parameters = [parameter for command in commands_of(context.find_root().command) for parameter in command.params]
     named = {parameter.name for parameter in parameters if parameter.param_type_name == "option"}
     return named - {"config", "help"}
+
+
+def commands_of(group: Any) -> Iterator[Any]:
+    for command in getattr(group, "commands", {}).values():
+        yield command
+        yield from commands_of(command)
 
 
 def checked(path: str, key: str, known: set[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from draftgraph.distillation.prompts import Prompt
 from draftgraph.distillation.recipe import digest
-from draftgraph.distillation.sampler import Sampler
+from draftgraph.distillation.sampler import Report, Sampler
 from draftgraph.distillation.texts import Text
 from draftgraph.errors import UsageError
 from draftgraph.models.cache import notice, replacing
@@ -22,7 +22,7 @@ from draftgraph.models.faults import one_line, writing
 SHARD_ROWS = 4096
 MARKED_NUMBERS = 16  # of each weight of the target
 ELSEWHERE = "give --answers a folder"
-Progress = Callable[[int, int, float], None]  # answers so far, of how many, new tokens per second
+Progress = Callable[[int, int, float | None], None]  # answers so far, of how many, new tokens per second if known
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,13 @@ class AnswerStore:
         """Each question (a text that is all prompt) with the target's answer behind it."""
         order = sorted(range(len(questions)), key=lambda index: (len(questions[index].tokens), index))
         texts: list[Text] = []
+        speed = None
         for start in range(0, len(order), SHARD_ROWS):
             shard = [questions[index] for index in order[start : start + SHARD_ROWS]]
+            prompts, heat = [question.tokens.tolist() for question in shard], [one.temperature for one in shard]
+            report = within_shard(progress, start, len(shard), len(order), speed)
             began = time.monotonic()
-            answers = self._shard(sampler, shard, max_new_tokens, seed + start)
+            answers = self.continued("answers", sampler, prompts, max_new_tokens, heat, seed + start, report)
             speed = sum(map(len, answers)) / max(time.monotonic() - began, 1e-9)
             for question, answer in zip(shard, answers, strict=True):
                 if len(answer):
@@ -51,28 +54,39 @@ class AnswerStore:
                 progress(min(start + SHARD_ROWS, len(order)), len(order), speed)
         return texts
 
-    def _shard(self, sampler: Sampler, shard: list[Text], max_new_tokens: int, seed: int) -> list[Any]:
-        prompts = [question.tokens.tolist() for question in shard]
-        heat = [question.temperature for question in shard]
-        key = digest(self.target_mark, repr((prompts, heat, max_new_tokens, seed, sorted(sampler.stop_ids))))
-        return self.kept(f"answers-{key}", lambda: sampler.continue_texts(prompts, max_new_tokens, heat, seed))
-
-    def kept(self, name: str, make: Callable[[], Sequence[Sequence[int]]]) -> list[Any]:
-        """Rows of token ids, made once."""
+    def continued(
+        self,
+        what: str,
+        sampler: Sampler,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        heat: list[float],
+        seed: int,
+        report: Report | None = None,
+    ) -> list[Any]:
+        """What the target says behind each of these texts, asked once."""
         from safetensors.torch import save_file
 
-        file = self.folder / f"{name}.safetensors"
+        key = digest(self.target_mark, repr((prompts, heat, max_new_tokens, seed, sorted(sampler.stop_ids))))
+        file = self.folder / f"{what}-{key}.safetensors"
         rows = read_rows(file)
         if rows is None:
-            made = make()
+            made = sampler.continue_texts(prompts, max_new_tokens, heat, seed, report=report)
             flat = torch.tensor([token for row in made for token in row], dtype=torch.int32)
             lengths = torch.tensor([len(row) for row in made], dtype=torch.int32)
-            with writing("the target's answers", self.folder, ELSEWHERE):
+            with writing(f"the target's {what}", self.folder, ELSEWHERE):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with replacing(file) as partial:
                     save_file({"tokens": flat, "lengths": lengths}, partial)
             rows = split(flat, lengths)
         return rows
+
+
+def within_shard(progress: Progress | None, start: int, rows: int, total: int, speed: float | None) -> Report | None:
+    """Progress of one shard as that of all answers."""
+    if progress is None:
+        return None
+    return lambda done: progress(start + round(done * rows), total, speed)
 
 
 def mark_of_weights(model: Any) -> str:

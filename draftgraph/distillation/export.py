@@ -12,9 +12,8 @@ import torch
 import transformers
 
 from draftgraph import __version__
-from draftgraph.distillation.checkpoint import MadeOf, refuse_other
+from draftgraph.distillation.checkpoint import Checkpoint
 from draftgraph.distillation.progress import clock
-from draftgraph.distillation.recipe import Recipe
 from draftgraph.distillation.score import Scores
 from draftgraph.distillation.texts import Text
 from draftgraph.errors import UsageError
@@ -44,17 +43,17 @@ def save_plain(student: Any, target: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def finished(folder: Path, made_of: MadeOf, bits: int) -> dict[str, Any] | None:
+def finished(folder: Path, checkpoint: Checkpoint, bits: int) -> dict[str, Any] | None:
     """The figures of a draft that was finished here; refused if it was made of something else."""
     file = folder / FIGURES
     if not file.exists():
         return None
     try:
         figures: dict[str, Any] = json.loads(file.read_text())
-        kept, stored_bits = dict(figures["made_of"]), figures["bits"]
+        kept, recipe, stored_bits = dict(figures["made_of"]), dict(figures["recipe"]), figures["bits"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{file} cannot be read ({one_line(error)}): remove it, or choose another --out") from error
-    refuse_other(kept, made_of, file)
+    checkpoint.refuse_other(kept, recipe, file)
     if stored_bits != bits:
         raise UsageError(f"{folder} holds this draft in {stored_bits} bits: choose another --out for {bits}")
     return figures
@@ -64,7 +63,7 @@ def write_card(
     folder: Path, training: Training, texts: list[Text], before: Scores, scores: Scores, bits: int
 ) -> dict[str, Any]:
     """README.md for people, training.json for programs; returns what is in that."""
-    recipe, target = shown(training.recipe), name_of(training.target)
+    recipe, target = training.recipe.shown(), name_of(training.target)
     kinds = Counter(text.kind for text in texts)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     figures = {
@@ -111,9 +110,3 @@ Trained for {clock(training.seconds)} ({training.step:,} steps) on {machine}, on
         with replacing(folder / FIGURES) as file:
             file.write_text(json.dumps(figures, indent=1) + "\n")
     return figures
-
-
-def shown(recipe: Recipe) -> dict[str, Any]:
-    """A recipe for others to read: of a file of prompts, its name alone."""
-    prompts = [path.name if (path := Path(source).expanduser()).exists() else source for source in recipe.prompts]
-    return recipe.to_dict() | {"prompts": prompts}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftgraph.errors import DraftGraphError, UsageError
-from draftgraph.models.draft_folder import is_draft_folder
+from draftgraph.errors import DraftGraphError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,26 +36,6 @@ def naming_batch_size(rows: int) -> AbstractContextManager[None]:
 def naming_batch_tokens(tokens: int) -> AbstractContextManager[None]:
     advice = f"try --batch-tokens {max(16, tokens // 2)}"
     return out_of_memory_means(f"{tokens} tokens in a step of training: {advice}; the last checkpoint is kept")
-
-
-def claim(folder: Path, option: str) -> None:
-    """Before hours of work: refuses a folder that could not be written at their end."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise UsageError(f"{option} {folder} cannot be written ({reason}): name another folder") from error
-
-
-def refuse_other_content(folder: Path) -> None:
-    """What is there must be a draft, or a training on its way: everything else is somebody's."""
-    if (folder / "config.json").exists() and not is_draft_folder(folder):
-        raise UsageError(f"--out {folder} holds a model that is no draft: name another folder")
-    names = {file.name for file in folder.iterdir() if file.suffix != ".partial"} if folder.is_dir() else set()
-    if names and not names & {"checkpoint.safetensors", "config.json", "training.json"}:
-        raise UsageError(f"--out {folder} holds other files ({min(names)}): name a new or an empty folder")
 
 
 @contextmanager

@@ -6,11 +6,13 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
 
-from draftgraph.distillation.score import Scores
+if TYPE_CHECKING:
+    from draftgraph.distillation.score import Scores
 
 QUIET_SECONDS = 10.0
 
@@ -52,16 +54,22 @@ class Reporter(AbstractContextManager["Reporter"]):
         """A line that stays."""
         self.console.print(line, soft_wrap=True)
 
-    def live(self, line: str) -> None:
-        """A line that the next one replaces, where that is possible."""
+    def begin(self, line: str) -> None:
+        """What may take long is named at once, everywhere."""
         if self._status:
             self._status.update(line)
-        elif time.monotonic() - self._last > QUIET_SECONDS:
+        else:
             self._last = time.monotonic()
             self.say(line)
 
-    def answers(self, done: int, total: int, tokens_per_second: float, left: float) -> None:
-        self.live(f"answers: {done:,} of {total:,} · {tokens_per_second:,.0f} tokens/s · {clock(left)} left")
+    def live(self, line: str) -> None:
+        """A line that the next one replaces, where that is possible."""
+        if self._status or time.monotonic() - self._last > QUIET_SECONDS:
+            self.begin(line)
+
+    def answers(self, done: int, total: int, tokens_per_second: float | None, left: float) -> None:
+        speed = "" if tokens_per_second is None else f" · {tokens_per_second:,.0f} tokens/s"
+        self.live(f"answers: {done:,} of {total:,}{speed} · {clock(left)} left")
 
     def training(self, moment: Moment) -> None:
         parts = [
@@ -74,6 +82,14 @@ class Reporter(AbstractContextManager["Reporter"]):
             parts.append(f"held out {moment.scores.agreement:.3f}, {moment.scores.tokens_per_pass:.2f} tokens per pass")
         parts.append(f"{clock(moment.seconds_left)} left")
         self.live("training: " + " · ".join(parts))
+
+
+def amount(number: int) -> str:
+    """
+    >>> amount(4321), amount(12_345_678)
+    ('4,321', '12.3M')
+    """
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:,.1f}M"
 
 
 def clock(seconds: float) -> str:

@@ -20,6 +20,7 @@ __all__ = ["Prompt", "read_prompts"]
 
 PASSAGE = "text"
 COLUMNS = ("prompt", "instruction", "question", "text")
+PYTHON = re.compile(r"python(:(?P<count>[1-9]\d*))?")
 # A split may hold a colon of its own: train[:1%]
 DATASET = re.compile(r"datasets:(?P<name>[^:]+)(:(?P<split>[^:\[]+(\[[^\]]*\])?)(:(?P<column>[^:]+))?)?")
 
@@ -27,11 +28,11 @@ DATASET = re.compile(r"datasets:(?P<name>[^:]+)(:(?P<split>[^:\[]+(\[[^\]]*\])?)
 def read_prompts(source: str, tokenizer: Any, limit: int | None, seed: int) -> list[Prompt]:
     """Prompts in an order drawn by `seed`, no two alike, at most `limit` of them.
 
-    `source` is the path of a JSONL file, `python` (functions of the standard library and of installed packages with a
-    permissive licence) or `datasets:NAME[:SPLIT[:COLUMN]]`. Passages of text become requests about them.
+    `source` is the path of a JSONL file, `python[:COUNT]` (functions of the standard library and of installed packages
+    with a permissive licence) or `datasets:NAME[:SPLIT[:COLUMN]]`. Passages of text become requests about them.
     """
-    if source == "python":
-        return python_prompts(limit, seed)
+    if python := PYTHON.fullmatch(source):
+        return python_prompts(int(python["count"]) if python["count"] else limit, seed)
     rows = list(_rows_of_dataset(source) if source.startswith("datasets:") else _rows_of_file(source))
     passages = list(dict.fromkeys(row.text for row in rows if row.kind == PASSAGE))
     prompts = [row for row in rows if row.kind != PASSAGE]
@@ -48,7 +49,7 @@ def _rows_of_file(source: str) -> Iterator[Prompt]:
         lines = Path(source).expanduser().read_bytes().split(b"\n")
     except FileNotFoundError:
         raise UsageError(
-            f"{source}: no such file; prompts come from a JSONL file, from 'python' or from datasets:NAME"
+            f"{source}: no such file; prompts come from a JSONL file, from python[:COUNT] or from datasets:NAME"
         ) from None
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(f"{source}: cannot be read ({one_line(error)}): name a JSONL file") from error

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from draftgraph.errors import UsageError
@@ -27,6 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 1 << 31),
 }
 OWN_PROMPTS = 20000
+STEPS = 4000
 OF_TEXTS = ("prompts", "own_prompts", "max_prompts", "temperatures", "max_new_tokens", "max_length")
 
 
@@ -41,14 +43,14 @@ class Recipe:
     layers: int = 4
     start_from: str = "spread"  # which of the target's layers: spread, first, last, or numbers such as 0,9,18,29
     vocab_size: int = 12288  # tokens that the draft can write, the most frequent in the target's answers; 0: all
-    prompts: tuple[str, ...] = ()  # JSONL files, datasets:NAME, python
-    own_prompts: int | None = None  # prompts that the target writes itself; left out: 20000, if it has a chat template
+    prompts: tuple[str, ...] = ()  # JSONL files, datasets:NAME, python[:COUNT]
+    own_prompts: int | None = None  # prompts that the target writes itself; left out: 20000, or 0 beside `prompts`
     max_prompts: int | None = None  # of each source
     temperatures: tuple[float, ...] = (0.0, 0.7)  # every prompt is answered once at each; 0: greedy
     max_new_tokens: int = 192
     max_length: int = 1536  # of a prompt with its answer; longer prompts are cut in the middle
     minutes: float | None = None  # of training; left out: `steps`
-    steps: int = 4000
+    steps: int | None = None  # left out: 4000, where no minutes are given
     batch_tokens: int = 32768  # in one step of training
     optimizer: str = "muon"  # for matrices; or adamw for all
     learning_rate: float = 0.01
@@ -65,6 +67,8 @@ class Recipe:
         for field in fields(self):
             if field.name in RANGES:
                 refuse_outside(field.name, str(field.type), getattr(self, field.name))
+        if self.steps is not None and self.minutes is not None:
+            raise UsageError("steps and minutes exclude each other: give one of them")
         if self.max_new_tokens >= self.max_length:
             raise UsageError(f"max_length must be over max_new_tokens ({self.max_new_tokens}), not {self.max_length}")
         if self.optimizer not in ("adamw", "muon"):
@@ -73,13 +77,35 @@ class Recipe:
             raise UsageError(f"temperatures must be one or more numbers of at least 0, not {self.temperatures}")
         loss_terms(self.loss)
 
+    @property
+    def prompts_to_write(self) -> int:
+        """How many the target itself is asked for."""
+        if self.own_prompts is None:
+            return 0 if self.prompts else OWN_PROMPTS
+        return self.own_prompts
+
+    @property
+    def steps_to_take(self) -> int | None:
+        """None where minutes limit the training."""
+        return self.steps or (STEPS if self.minutes is None else None)
+
+    def done(self, step: int, seconds: float) -> float:
+        """The share of the training that lies behind it."""
+        return step / (self.steps or STEPS) if self.minutes is None else seconds / (60 * self.minutes)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def shown(self) -> dict[str, Any]:
+        """For others to read: what was left out as it was understood, and of a file of prompts its name alone."""
+        prompts = [path.name if (path := Path(source).expanduser()).exists() else source for source in self.prompts]
+        understood = {"own_prompts": self.prompts_to_write, "steps": self.steps_to_take}
+        return self.to_dict() | understood | {"prompts": prompts, "temperatures": list(self.temperatures)}
 
     def fingerprint(self) -> str:
         """Of what training depends on beside its texts."""
         given = {name: value for name, value in self.to_dict().items() if name not in OF_TEXTS}
-        given |= {"loss": loss_terms(self.loss), "steps": self.steps if self.minutes is None else None}
+        given |= {"loss": loss_terms(self.loss), "steps": self.steps_to_take}
         return digest(json.dumps(given, sort_keys=True))
 
 

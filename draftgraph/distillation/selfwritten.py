@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from draftgraph.distillation.prompt import Prompt
@@ -16,10 +18,9 @@ SELF = "self"
 MARKER = "draftgraph-marker"
 TEMPERATURES = (0.7, 0.8, 0.9, 1.0)  # hotter, small targets rave, and half of the turns do not end
 SAME = 40  # characters, lower-cased, that make two prompts alike
-MOST_ROUNDS = 12
 LEAST_YIELD = 0.05  # a round that keeps less says that the target has begun to repeat itself
 EXPECTED_YIELD = 0.8  # of the first round
-SMALLEST_ROUND = 16
+SMALLEST_ROUND, LARGEST_ROUND = 16, 2048  # turns: what is repeated at most where a run was killed
 
 OPENINGS = (
     "Write a Python function",
@@ -100,7 +101,7 @@ class Continues(Protocol):
         self,
         prompts: list[list[int]],
         max_new_tokens: int,
-        temperature: float | list[float],
+        temperature: list[float],
         seed: int,
         *,
         report: Callable[[float], None] | None = None,
@@ -117,40 +118,70 @@ def end_of_user_turn(tokenizer: Any) -> int:
     return _tokens(tokenizer, _around_user_text(tokenizer)[1])[0]
 
 
+@dataclass
+class Written:
+    """Prompts of a target, and why its other turns are none."""
+
+    wanted: int
+    prompts: list[Prompt] = field(default_factory=list)
+    turns: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def why_not_more(self) -> str:
+        return f"of {self.turns:,} turns, " + ", ".join(f"{many:,} {why}" for why, many in self.dropped.most_common())
+
+    def __str__(self) -> str:
+        said = f"{len(self.prompts):,} prompts written by the target"
+        return said if len(self.prompts) == self.wanted else f"{said}, not {self.wanted:,}: {self.why_not_more}"
+
+
 def write_prompts(
     sampler: Continues, tokenizer: Any, count: int, seed: int, max_tokens: int = 384, report: Report | None = None
-) -> list[Prompt]:
+) -> Written:
     """User turns sampled from the target, no two alike; half of them begin with words that ask for breadth.
 
     Only turns that ended by themselves within `max_tokens` are kept. There may be fewer than `count`, from a target
-    that repeats itself. The sampler has to stop at `end_of_user_turn`.
+    that repeats itself. The sampler has to stop at `end_of_user_turn`. It is asked in rounds, and as long as they are
+    the largest, a greater `count` has the rounds of a smaller one.
     """
     draw = random.Random(seed)
     opening, end = opening_of_user_turn(tokenizer), end_of_user_turn(tokenizer)
     special = _special_tokens(tokenizer)
     kept: dict[str, Prompt] = {}
-    share = EXPECTED_YIELD
-    for _ in range(MOST_ROUNDS):
-        wanted = max(SMALLEST_ROUND, int((count - len(kept)) / share))
-        words = [draw.choice(OPENINGS) if row % 2 else "" for row in range(wanted)]
+    written, share = Written(count), EXPECTED_YIELD
+    while len(kept) < count and share >= LEAST_YIELD:
+        size = min(LARGEST_ROUND, max(SMALLEST_ROUND, int((count - len(kept)) / share)))
+        words = [draw.choice(OPENINGS) if row % 2 else "" for row in range(size)]
         begun = {word: _tokens(tokenizer, word) if word else [] for word in set(words)}
         turns = sampler.continue_texts(
             [opening + begun[word] for word in words],
             max_tokens,
             [draw.choice(TEMPERATURES) for _ in words],
             draw.getrandbits(31),
-            report=_within(report, len(kept), wanted * share, count),
+            report=_within(report, len(kept), size * share, count),
         )
         before = len(kept)
         for word, turn in zip(words, turns, strict=True):
-            if turn and turn[-1] == end and special.isdisjoint(turn[:-1]) and _decoded(tokenizer, turn[:-1]):
-                text = _decoded(tokenizer, begun[word] + turn[:-1])
-                if HALF_A_CHARACTER not in text:
-                    kept.setdefault(text[: len(word) + SAME].lower(), Prompt(text, SELF))
-        share = (len(kept) - before) / wanted
-        if len(kept) >= count or share < LEAST_YIELD:
-            break
-    return list(kept.values())[:count]
+            text = _decoded(tokenizer, begun[word] + turn[:-1])
+            beginning = text[: len(word) + SAME].lower()
+            if turn[-1:] != [end]:
+                whole = len(turn) < max_tokens
+                written.dropped["ended unlike a user's" if whole else f"did not end within {max_tokens} tokens"] += 1
+            elif not special.isdisjoint(turn[:-1]):
+                written.dropped["held special tokens"] += 1
+            elif not _decoded(tokenizer, turn[:-1]):
+                written.dropped["were empty"] += 1
+            elif HALF_A_CHARACTER in text:
+                written.dropped["held half a character"] += 1
+            elif beginning in kept:
+                written.dropped["began like another"] += 1
+            else:
+                kept[beginning] = Prompt(text, SELF)
+        written.turns += size
+        share = (len(kept) - before) / size
+    written.prompts = list(kept.values())[:count]
+    return written
 
 
 def _around_user_text(tokenizer: Any) -> tuple[str, str]:

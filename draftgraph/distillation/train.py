@@ -136,8 +136,7 @@ class Training:
         return loss / count, agreement / count
 
     def done(self) -> float:
-        recipe = self.recipe
-        return self.step / recipe.steps if recipe.minutes is None else self.seconds / (60 * recipe.minutes)
+        return self.recipe.done(self.step, self.seconds)
 
     def learning_rate(self) -> float:
         """Up quickly, then down to nothing in a straight line."""
