@@ -16,7 +16,7 @@ from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.generation import context_window, prepare
 from draftgraph.models import check_same_tokens, load_model
-from draftgraph.models.default import default_draft
+from draftgraph.models.default import DEFAULT_DRAFT
 from draftgraph.models.draft_folder import is_draft_folder, load_draft
 from draftgraph.rows import row_arguments
 from draftgraph.stats import Stats
@@ -178,7 +178,7 @@ def load(
         target, role="target", revision=revision, quantization_config=quantization_config, **options, **model_kwargs
     )
     if draft is None and target is None:
-        draft = default_draft()
+        draft = DEFAULT_DRAFT
     if draft is None or (isinstance(draft, str) and draft == "none"):
         return Pair(target_model, None, tokenizer)
     if is_draft_folder(draft):

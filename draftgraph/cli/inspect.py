@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from draftgraph.pair import Output
     from draftgraph.trace import Step
 
-# To look at: the paper's graphs are small, and a target that drafts for itself needs no second model.
-INSPECT_DEFAULTS: dict[str, Any] = {"mode": "graph", "draft": "self"}
-DRAFTERS = {"self": "the target itself", "none": "no model, copies from the text only"}
+INSPECT_DEFAULTS: dict[str, Any] = {"mode": "graph"}  # the paper's graphs are small
+DRAFTERS = {
+    None: "the draft of the default model",
+    "self": "the target itself",
+    "none": "no model, copies from the text only",
+}
 
 PANEL = "Steps and files"
 Format = Literal["json", "dot", "svg", "html"]
@@ -54,7 +57,9 @@ def inspect(
     kind = chosen_format("json" if settings.json and format is None else format, out)
     if out is not None:
         refuse_unwritable(Path(out))
-    drafter = DRAFTERS.get(settings.draft or "none", str(settings.draft))
+    if settings.draft is None and settings.target is not None:
+        settings = replace(settings, draft="self")  # needs no second model
+    drafter = DRAFTERS.get(settings.draft, settings.draft)
     stderr_console().print(f"mode {config.mode}, drafted by {drafter}", style="dim")
     pair = load_pair(settings)
     from draftgraph.inspect import GraphReport

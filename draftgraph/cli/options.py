@@ -58,9 +58,10 @@ class Settings:
     """Every common option; what is left out takes the mode's, the model's or the loader's own default."""
 
     target: Annotated[str | None, model("Hub name, folder or GGUF file; left out: the default model", "MODEL")] = None
-    draft: Annotated[str | None, model("Draft model; self: the target, none: no draft", "MODEL", ["self", "none"])] = (
-        None
-    )
+    draft: Annotated[
+        str | None,
+        model("Draft model; self: the target, none: no draft; left out: the default's", "MODEL", ["self", "none"]),
+    ] = None
     device: Annotated[str | None, model("Where to compute", "cpu|cuda|cuda:N", ["cpu", "cuda"])] = None
     dtype: Annotated[str | None, model("Number format of weights", "|".join(DTYPES), DTYPES)] = None
 

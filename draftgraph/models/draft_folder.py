@@ -20,7 +20,7 @@ SECTION = "draftgraph"  # of config.json
 WEIGHTS = "model.safetensors"
 SCALE = ".scale"
 MARKED_ROWS, MARKED_COLUMNS = 64, 16
-TOLERANCE = 0.05
+TOLERANCE = 0.2  # of its numbers: a target in four bits is still itself
 UNKEPT = ("_name_or_path", "quantization_config")  # where the target was, and how it was packed there
 ELSEWHERE = "give --out a folder"
 
@@ -70,11 +70,13 @@ def load_draft(folder: Path, target: Any) -> Any:
     made_for = f"the draft in {folder} was trained for {section.get('target')}"
     check_mark(tensors.pop("target_mark", None), target, made_for)
     try:
-        return filled_student(target, content, tensors)
+        draft = filled_student(target, content, tensors)
     except UsageError:
         raise
     except Exception as error:  # a configuration checks itself in its own ways
         raise LoadError(f"the draft in {folder} is damaged ({one_line(error)}): copy or train it again") from error
+    draft.config._name_or_path = str(folder)
+    return draft
 
 
 def read_draft(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
