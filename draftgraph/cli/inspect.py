@@ -59,7 +59,7 @@ def inspect(
         refuse_unwritable(Path(out))
     if settings.draft is None and settings.target is not None:
         settings = replace(settings, draft="self")  # needs no second model
-    drafter = DRAFTERS.get(settings.draft, settings.draft)
+    drafter = DRAFTERS.get(settings.draft) or str(settings.draft)
     stderr_console().print(f"mode {config.mode}, drafted by {drafter}", style="dim")
     pair = load_pair(settings)
     from draftgraph.inspect import GraphReport
