@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from draftgraph.graph import Floats, Ints, TokenTree
 
-HIT = 0.65  # how likely the best child of a node is to be accepted, before the draft has been asked
+HIT = 0.8  # how likely the best child of a node is to be accepted, before the draft has been asked
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ class FlatCost:
     @classmethod
     def for_device(cls, device: torch.device, draft: float = 0.0) -> FlatCost:
         """Prices on a kind of device; `draft` is the draft's size, the target being 1."""
-        return cls(node=0.03, entry=0.6, draft=draft) if device.type == "cpu" else cls(draft=draft)
+        return cls(node=0.11, draft=draft) if device.type == "cpu" else cls(draft=draft)
 
     def of_pass(self, nodes: Ints) -> Floats:
         return np.where(nodes > 1, 1.0 + self.entry + self.node * (nodes - 1), 1.0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftgraph.engine.attention import graph_masks
 from draftgraph.engine.cache import SlotCache
+from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.graph import Bools, Ints
@@ -59,6 +60,7 @@ class EagerEngine:
         self._config = model.config.get_text_config(decoder=True)
         self._switch = RopeSwitch.of(model)
         self._adapters = adapters(model)
+        self._linears = NarrowLinears(model)
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -155,7 +157,8 @@ class EagerEngine:
                 offsets = positions[self.scratch :] - torch.arange(len(tokens), device=device)
         self._cache.offsets = offsets
         self._cache.rewind(length + self.scratch)  # drops what an interrupted pass may have left
-        logits = self.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
+        with self._linears.borrowed(len(tokens)):
+            logits = self.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
         self.scratch += len(tokens)
         return logits  # type: ignore[no-any-return]
 

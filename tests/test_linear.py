@@ -1,0 +1,120 @@
+"""Products of few rows: every way gives the same numbers, and modules are left as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from draftgraph.engine import linear
+from draftgraph.engine.linear import NarrowLinears, direct, doubled, quickest, turned
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "CHOSEN", {})
+
+
+@pytest.fixture
+def layers() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    large, biased = nn.Linear(256, 512, bias=False), nn.Linear(512, 256)
+    return nn.ModuleDict({"large": large, "biased": biased, "small": nn.Linear(16, 16), "table": nn.Embedding(512, 8)})
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("way", [direct, turned, doubled])
+def test_every_way_gives_the_same(way: linear.Way, rows: int) -> None:
+    torch.manual_seed(rows)
+    given, weight = torch.randn(rows, 96), torch.randn(160, 96)
+    product = way(given, weight)
+    assert product.is_contiguous() and product.shape == (rows, 160)
+    torch.testing.assert_close(product, given @ weight.T)
+
+
+@pytest.mark.parametrize("way", [direct, turned, doubled])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 2), (2, 40)])
+@torch.no_grad()
+def test_borrowed_layers_say_what_they_said(
+    layers: nn.ModuleDict, shape: tuple[int, int], way: linear.Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "quickest", lambda rows, weights: way)
+    given = torch.randn(*shape, 256)
+
+    def says() -> Any:
+        return layers["biased"](layers["large"](given))
+
+    before = says()
+    with NarrowLinears(layers).borrowed(shape[1]):
+        during = says()
+    assert during.shape == before.shape
+    torch.testing.assert_close(during, before)
+
+
+def test_only_large_float32_layers_are_borrowed_and_all_are_given_back(layers: nn.ModuleDict) -> None:
+    half = nn.Linear(256, 512).to(torch.bfloat16)
+    layers["sixteen"] = half
+
+    def changed() -> set[str]:
+        return {name for name, module in layers.items() if "forward" in vars(module)}
+
+    narrow = NarrowLinears(layers)
+    with pytest.raises(KeyError), narrow.borrowed(4):
+        assert changed() == {"large", "biased"}
+        raise KeyError
+    assert not changed()
+    with narrow.borrowed(17):
+        assert not changed()
+
+
+class Clock:
+    """Tells that some ways are quicker."""
+
+    def __init__(self, costs: dict[Any, float]) -> None:
+        self.costs, self.now = costs, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def timed(self, way: linear.Way) -> Any:
+        def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            self.now += self.costs[way]
+            return way(given, weight)
+
+        return run
+
+
+@pytest.mark.parametrize(
+    ("costs", "rows", "best"),
+    [
+        ({direct: 3.0, turned: 2.0, doubled: 1.0}, 1, "doubled"),
+        ({direct: 3.0, turned: 2.0, doubled: 1.0}, 2, "turned"),
+        ({direct: 1.05, turned: 1.0, doubled: 1.0}, 1, "direct"),
+    ],
+)
+def test_the_quickest_way_is_taken(
+    costs: dict[Any, float], rows: int, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(costs)
+    ways = {way.__name__: clock.timed(way) for way in (direct, turned, doubled)}
+    for name, way in ways.items():
+        monkeypatch.setattr(linear, name, way)
+    monkeypatch.setattr(linear, "time", clock)
+    assert quickest(rows, [torch.ones(64, 32)] * 3) is ways[best]
+
+
+def test_each_shape_is_measured_once(layers: nn.ModuleDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def noted(rows: int, weights: list[torch.Tensor]) -> linear.Way:
+        asked.append((rows, *weights[0].shape))
+        return turned
+
+    monkeypatch.setattr(linear, "quickest", noted)
+    narrow = NarrowLinears(layers)
+    for rows in (3, 4, 3, 1):
+        with torch.no_grad(), narrow.borrowed(rows):
+            layers["large"](torch.ones(rows, 256))
+    assert asked == [(4, 512, 256), (1, 512, 256)]
