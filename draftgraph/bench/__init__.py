@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftgraph.bench.draft import bench_draft
+    from draftgraph.bench.inflation import Shape, inflate
     from draftgraph.bench.report import DraftReport
 
-__all__ = ["DraftReport", "bench_draft"]
+__all__ = ["DraftReport", "Shape", "bench_draft", "inflate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from draftgraph.bench.report import DraftReport
 
         return DraftReport
+    if name in ("Shape", "inflate"):
+        from draftgraph.bench import inflation
+
+        return getattr(inflation, name)
     raise AttributeError(f"module 'draftgraph.bench' has no attribute {name!r}")
