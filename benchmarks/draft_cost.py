@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", help="left out: the default model")
     parser.add_argument("--draft", type=Path, nargs="+", default=[], help="folders; left out: drafts are cut")
     parser.add_argument("--layers", type=integers, help="of drafts that are cut from the target; default 1,2,4,6")
-    parser.add_argument("--vocab-size", type=int, default=16384, help="tokens that a cut draft can write; 0: all")
+    parser.add_argument("--vocab-size", type=int, default=12288, help="tokens that a cut draft can write; 0: all")
     parser.add_argument("--context", type=int, default=512, help="tokens of the text")
     parser.add_argument("--nodes", type=integers, help="widths of a pass, 1 among them")
     parser.add_argument("--repeats", type=int, default=30)

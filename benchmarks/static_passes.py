@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftgraph.engine.attention import graph_masks
+from draftgraph.engine.best import best_tokens
 from draftgraph.graph import Bools, Ints
 from draftgraph.models.student import layer_stack, text_config
 
@@ -115,11 +116,10 @@ def static_forward(model: Any, tokens: Tensor, positions: Tensor, mask: Any, cac
 
 
 def draft_level(model: Any, tokens: Tensor, positions: Tensor, mask: Any, cache: Cache) -> tuple[Tensor, Tensor]:
-    """The best children of nodes in the target's vocabulary, and their probabilities. # [nodes, BEST] each"""
-    logits = static_forward(model, tokens, positions, mask, cache)
-    best = torch.topk(torch.softmax(logits.float(), dim=-1), min(BEST, logits.shape[-1]))
+    """The best children of nodes in the target's vocabulary, and their log-probabilities. # [nodes, BEST] each"""
+    best, chances = best_tokens(static_forward(model, tokens, positions, mask, cache), BEST)
     token_map = getattr(model, "token_map", None)
-    return best.indices if token_map is None else token_map[best.indices], best.values
+    return best if token_map is None else token_map[best], chances
 
 
 def masked_kernels() -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 MASK = (1 << 64) - 1
@@ -27,6 +29,12 @@ def shift_right(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
+def uniform_of(tokens: Tensor, key: int | Tensor) -> Tensor:
+    """Numbers in (0, 1), one per token, of the row with this key. # float64"""
+    bits = mixed((tokens + 1) * signed(GOLDEN) + key)
+    return (shift_right(bits, 12).double() + 0.5) * 2.0**-52  # 53 bits in all, so exact: never 0 or 1
+
+
 class KeyedNoise:
     """An endless table of noise, read by position; reading never changes it."""
 
@@ -36,12 +44,7 @@ class KeyedNoise:
 
     def uniform(self, position: int, size: int, device: torch.device, stream: int = CHOICE) -> Tensor:
         """Numbers in (0, 1), one per token. # [size] float64"""
-        row_key = mix(mix(self.key ^ stream) ^ position)
-        bits = torch.arange(1, size + 1, device=device) * signed(GOLDEN) + signed(row_key)
-        for shift, factor in MIX:
-            bits = (bits ^ shift_right(bits, shift)) * signed(factor)
-        bits = bits ^ shift_right(bits, 31)
-        return (shift_right(bits, 12).double() + 0.5) * 2.0**-52  # 53 bits in all, so exact: never 0 or 1
+        return uniform_of(torch.arange(size, device=device), self._row_key(position, stream))
 
     def gumbel(self, position: int, size: int, device: torch.device, stream: int = CHOICE) -> Tensor:
         """Noise that turns an argmax over log-probabilities into an exact sample. # [size] float64"""
@@ -50,5 +53,31 @@ class KeyedNoise:
             self._rows[key] = -torch.log(-torch.log(self.uniform(position, size, device, stream)))
         return self._rows[key]
 
+    def gumbel_of(self, positions: NDArray[np.int64], tokens: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
+        """The noise of a few tokens [rows, tokens], each row at its own position."""
+        keys = torch.tensor([self._row_key(int(position), stream) for position in positions])[:, None]
+        return (-torch.log(-torch.log(uniform_of(torch.from_numpy(tokens), keys)))).numpy()
+
+    def stream_key(self, stream: int) -> int:
+        return mix(self.key ^ stream)
+
+    def _row_key(self, position: int, stream: int) -> int:
+        return signed(mix(self.stream_key(stream) ^ position))
+
     def forget_before(self, position: int) -> None:
         self._rows = {key: row for key, row in self._rows.items() if key[0] >= position}
+
+
+def gumbel_rows(key: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """`KeyedNoise.gumbel` where position and key are data, as a captured computation needs them; see `stream_key`.
+
+    # [1], [rows], [tokens] int64 -> [rows, tokens] float64
+    """
+    keys = mixed((key ^ positions) + signed(GOLDEN))
+    return -torch.log(-torch.log(uniform_of(tokens, keys[:, None])))
+
+
+def mixed(bits: Tensor) -> Tensor:
+    for shift, factor in MIX:
+        bits = (bits ^ shift_right(bits, shift)) * signed(factor)
+    return bits ^ shift_right(bits, 31)

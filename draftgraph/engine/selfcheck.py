@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
-from draftgraph.engine.runner import EagerEngine
+from draftgraph.engine.runner import EagerEngine, Engine
+from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UnsupportedModelError
+from draftgraph.models.cache import notice
 
 TEXT_LENGTH = 5
 LONGEST_WINDOW = 512  # a smaller window is crossed by the check's text
@@ -29,15 +32,30 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _engines: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, bool]]] = weakref.WeakKeyDictionary()
 
 
-def checked_engine(model: Any) -> EagerEngine:
+def checked_engine(model: Any) -> Engine:
     """An engine for a model that passed the check; a model that cannot branch is given chains only."""
     refuse_unrewindable(model)
-    key = (getattr(unwrapped(model).config, "_attn_implementation", None), adapters(model))
+    key = (getattr(unwrapped(model).config, "_attn_implementation", None), adapters(model), static_wanted(model))
     known = _engines.get(model)
     if known is None or known[0] != repr(key):
         with short_windows(model):
             _engines[model] = known = (repr(key), _abilities(model))
-    return EagerEngine(model, **known[1])
+            known[1]["static"] = known[1]["branching"] and static_wanted(model) and _can_be_static(model)
+    static, *abilities = (known[1][name] for name in ("static", "branching", "offsets"))
+    return StaticEngine(model) if static else EagerEngine(model, *abilities)
+
+
+def static_wanted(model: Any) -> bool:
+    """Where the environment asks for it, and the model is in one place."""
+    places = {weight.device for weight in model.parameters()}
+    return len(places) == 1 and os.environ.get("DRAFTGRAPH_ENGINE") == "static"
+
+
+def _can_be_static(model: Any) -> bool:
+    problem = _problem(partial(_tree_difference, model, PARENTS, StaticEngine))
+    if problem is not None:
+        notice(f"{type(unwrapped(model)).__name__} runs without CUDA graphs, and slower: {problem}")
+    return problem is None
 
 
 def refuse_unrewindable(model: Any) -> None:
@@ -72,9 +90,9 @@ def _abilities(model: Any) -> dict[str, bool]:
     if problem := _problem(partial(_cached_difference, model)):
         raise UnsupportedModelError(f"{name} cannot be decoded token by token: {problem}")
     for offsets in (True, False):
-        if _problem(partial(_tree_difference, model, PARENTS, offsets)) is None:
+        if _problem(partial(_tree_difference, model, PARENTS, partial(EagerEngine, offsets=offsets))) is None:
             return {"branching": True, "offsets": offsets}
-    if problem := _problem(partial(_tree_difference, model, np.arange(-1, 3), False)):
+    if problem := _problem(partial(_tree_difference, model, np.arange(-1, 3), partial(EagerEngine, offsets=False))):
         raise UnsupportedModelError(f"{name} cannot be decoded with a rewindable cache: {problem}")
     return {"branching": False, "offsets": False}
 
@@ -88,16 +106,16 @@ def _problem(check: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {reason}"
 
 
-def _tree_difference(model: Any, parents: Any, offsets: bool) -> str | None:
+def _tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Engine]) -> str | None:
     """What goes wrong with a tree of these parents behind a short text, or None."""
     tokens, text = _sample_tokens(model, len(parents))
     with Loan(model):
-        engine = EagerEngine(model, offsets=offsets)
+        engine = engine_of(model)
         engine.prefill(text)
         depths, visible = _ancestry(parents)
         first = len(parents) // 2  # two passes, so that scratch nodes of an earlier one are seen as well
         scored = [
-            engine.forward(tokens[:first], depths[:first], visible[:first, :first]),
+            engine.forward(tokens[:first], depths[:first], visible[:first, :first]).clone(),
             engine.forward(tokens[first:], depths[first:], visible[first:]),
         ]
     return _difference(torch.cat(scored), _plain_logits(model, text, tokens, visible), model.dtype, "a token tree")

@@ -1,0 +1,250 @@
+"""A draft model grows a tree on its device, all levels back to back: the host starts it and reads the result once.
+
+Best first under a width: every level expands the likeliest nodes that are still open, whatever their depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.drafting.model import DraftVocabulary
+from draftgraph.engine.best import best_tokens
+from draftgraph.engine.capture import Captured
+from draftgraph.engine.graph_attention import WORD, GraphPass
+from draftgraph.engine.runner import common_prefix
+from draftgraph.engine.static import WIDTHS, PassData, StaticEngine
+from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.noise import gumbel_rows, signed
+
+WIDTH = 8  # nodes that a level expands
+NEW_TOKENS = (16, *(width for width in WIDTHS if width > 16))  # of the text, read at the root's level
+
+
+@dataclass(frozen=True)
+class DraftedNodes:
+    """What the draft proposed in one step: the children of every node that it expanded, the root first."""
+
+    tokens: Ints  # [expansions, k]
+    probs: Floats  # [expansions, k], behind their paths
+    expansion_of: dict[int, int]  # drafted node -> its row; a node's number is its place in `tokens`, root -1
+
+    def child(self, node: int, token: int) -> int | None:
+        row = self.expansion_of.get(node)
+        if row is None:
+            return None
+        found = np.flatnonzero(self.tokens[row] == token)
+        return row * self.tokens.shape[1] + int(found[0]) if len(found) else None
+
+
+class LevelProgram:
+    """One recorded run of the draft: it reads the new text, then expands `levels - 1` times some open nodes."""
+
+    def __init__(self, draft: DeviceDraft, new_tokens: int, levels: int, sampled: bool) -> None:
+        self.draft, self.levels, self.sampled = draft, levels, sampled
+        device = draft.engine.device
+        expansions = (levels - 1) * WIDTH
+        self.words = max(1, -(-expansions // WORD))
+        self.text = PassData(new_tokens, max(1, new_tokens // WORD), device)
+        self.size = draft.k * (1 + expansions)
+        whole = partial(torch.zeros, dtype=torch.long, device=device)
+        self.last = whole(1)  # the root's place among the new tokens
+        self.key = whole(1)  # of the noise
+        self.temperature = torch.zeros(1, dtype=torch.float64, device=device)
+        self.tokens, self.parents = whole(self.size), whole(self.size)
+        self.expanded = whole(max(expansions, 1))
+        self.scores = torch.zeros(self.size, device=device)
+        self.open = torch.zeros(self.size, device=device)
+        self.bits = whole(1 + expansions, self.words)  # ancestors of the root and of expanded nodes
+        self.depths = whole(1 + expansions)
+        self.scratch_positions = whole(1, self.words * WORD)
+        self.causal = causal_words(new_tokens, self.text.words)
+        self.own_bits = own_bits(expansions, self.words).to(device)
+        self.run = Captured(self._compute, device)
+
+    def tell(self, unread: list[int], length: int, capacity: int, noise: Any) -> None:
+        """New tokens behind a text of this length, and the noise of sampled text."""
+        count, width, host = len(unread), self.text.width, self.text.host
+        host["tokens"][:count], host["tokens"][count:] = unread, 0
+        host["positions"][:] = np.minimum(length + np.arange(width), length + count - 1)
+        host["slots"][:count] = np.arange(length, length + count)
+        host["slots"][count:] = np.arange(capacity - (width - count), capacity)
+        host["length"][:] = length
+        host["ancestors"][:] = self.causal
+        host["scratch_positions"][:width] = length + np.arange(width)
+        self.text.send()
+        self.last.fill_(count - 1)
+        if noise is not None:
+            self.key.fill_(signed(noise.noise.stream_key(noise.stream)))
+            self.temperature.fill_(noise.temperature)
+
+    def nodes(self, result: Tensor) -> DraftedNodes:
+        """Waits for a run."""
+        found, k = result.cpu().numpy(), self.draft.k
+        tokens, scores = found[: 2 * self.size].reshape(2, -1, k)
+        expanded = found[2 * self.size :].astype(np.int64)[: (self.levels - 1) * WIDTH]
+        paths = np.concatenate([[0.0], scores.ravel()[expanded]])[:, None]  # of the expanded nodes themselves
+        with np.errstate(invalid="ignore"):  # a node that is none has children that are none
+            probs = np.nan_to_num(np.exp(scores - paths))
+        rows = {node: row for row, node in enumerate(expanded.tolist(), start=1) if node >= 0}
+        return DraftedNodes(tokens.astype(np.int64), probs, {-1: 0} | rows)
+
+    def _compute(self) -> Tensor:
+        text, draft = self.text, self.draft
+        self.open.fill_(-torch.inf)
+        length = text.graph.lengths + self.last + 1  # of the text with its new tokens
+        logits = draft.engine.graph_pass(text.tokens, text.positions, text.slots, text.graph)
+        root = torch.zeros(1, dtype=torch.long, device=length.device)
+        self._propose(0, logits.index_select(0, self.last), root.float(), root, length)
+        for level in range(self.levels - 1):
+            self._expand(level, length)
+        results = (self.tokens, self.scores, self.expanded)
+        return torch.cat([part.double() for part in results])
+
+    def _expand(self, level: int, length: Tensor) -> None:
+        scores, chosen = torch.topk(self.open, WIDTH)
+        self.open.index_fill_(0, chosen, -torch.inf)
+        here = slice(level * WIDTH, (level + 1) * WIDTH)
+        rows = slice(1 + here.start, 1 + here.stop)
+        self.expanded[here] = chosen.where(scores > -torch.inf, -1)  # -1: nothing was open any more
+        above = self.parents[chosen]
+        self.bits[rows] = self.bits[above] | self.own_bits[here]
+        self.depths[rows] = self.depths[above] + 1
+        positions = length - 1 + self.depths[rows]
+        self.scratch_positions[0, here] = positions
+        slots = length + torch.arange(here.start, here.stop, device=length.device)
+        graph = GraphPass(length, self.bits[None, rows], positions[None], self.scratch_positions)
+        tokens = self.tokens[chosen].clamp(max=self.draft.readable - 1)
+        logits = self.draft.engine.graph_pass(tokens[None], positions[None], slots, graph)
+        numbers = torch.arange(rows.start, rows.stop, device=length.device)
+        self._propose(1 + level * WIDTH, logits, scores, numbers, positions + 1)
+
+    def _propose(self, first: int, logits: Tensor, scores: Tensor, parents: Tensor, positions: Tensor) -> None:
+        """The children of expanded nodes; `first` of all expansions is the first of these."""
+        k, tokens = self.draft.k, self.draft.written
+        if self.sampled:
+            noise = gumbel_rows(self.key, positions, tokens)
+            logits = logits[:, : len(tokens)].double() + self.temperature * noise
+        best, chances = best_tokens(logits.float() if self.sampled else logits, k)
+        here = slice(first * k, (first + len(logits)) * k)
+        self.tokens[here] = tokens[best].flatten()
+        self.scores[here] = (scores[:, None] + chances).flatten()
+        self.parents[here] = parents.repeat_interleave(k, output_size=len(parents) * k)
+        ends = self.draft.is_end[self.tokens[here]]
+        self.open[here] = self.scores[here].masked_fill(ends, -torch.inf)
+
+
+class DeviceDraft:
+    """Proposes what a draft on a static engine has grown: `begin` starts it, the first `propose` waits for it."""
+
+    source: Source = "draft"
+    free = True  # to ask, once it has begun
+
+    def __init__(self, engine: StaticEngine, vocabulary: DraftVocabulary, k: int) -> None:
+        self.engine, self.k = engine, k
+        self.levels = 8
+        self.perturb: Any = None  # a `DraftNoise`, for sampled text
+        self.passes = self.tokens_fed = 0
+        self.readable = vocabulary.readable
+        self._vocabulary = vocabulary
+        device, size = engine.device, vocabulary.target_size
+        written = vocabulary.written
+        self.written = (torch.arange(size) if written is None else written).to(device)
+        self.is_end = torch.zeros(max(size, int(self.written.max()) + 1), dtype=torch.bool, device=device)
+        self._programs: dict[tuple[int, int, bool], LevelProgram] = {}
+        self._started: tuple[LevelProgram, Tensor] | None = None
+        self._slots = engine.slots
+        self._nodes: DraftedNodes | None = None
+        self._places: dict[int, int] = {}  # graph node -> drafted node
+
+    def stop_at(self, ends: frozenset[int]) -> None:
+        """Nothing is drafted behind these tokens."""
+        self.is_end.fill_(False)
+        self.is_end[[end for end in ends if end < len(self.is_end)]] = True
+
+    def catch_up(self, text: list[int], chunk: int | None = None) -> None:
+        """Reads the text but for its last token, keeping what was read before of the same text."""
+        known = self._vocabulary.to_draft(np.array(text[:-1], dtype=np.int64)).tolist()
+        self.engine.rewind(common_prefix(self.engine.text, known))
+        self.engine.prefill(known[len(self.engine.text) :], chunk)
+
+    def begin(self, text: list[int]) -> None:
+        """Drafts behind this text, whose end the draft has not read yet."""
+        self._started, self._nodes, self._places = None, None, {ROOT: -1}
+        if not self.levels:
+            return
+        engine = self.engine
+        unread = self._vocabulary.to_draft(np.array(text[len(engine.text) :])).tolist()
+        if len(unread) > NEW_TOKENS[-1]:
+            engine.prefill(unread[: -NEW_TOKENS[0]])
+            unread = unread[-NEW_TOKENS[0] :]
+        engine.reserve(len(text) + self.levels * WIDTH)
+        width = next(width for width in NEW_TOKENS if len(unread) <= width)
+        program = self._program(width, self.levels)
+        program.tell(unread, len(engine.text), engine.capacity, self.perturb)
+        self._started = program, program.run()
+        engine.text.extend(unread)
+        self.passes += self.levels
+        self.tokens_fed += len(unread) + (self.levels - 1) * WIDTH
+
+    def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
+        tokens, probs = np.full((len(frontier), self.k), NO_TOKEN), np.zeros((len(frontier), self.k))
+        if self._started is None:
+            return tokens, probs
+        if self._nodes is None:
+            self._nodes = self._started[0].nodes(self._started[1])
+        drafted = self._nodes
+        places = [self._place(graph, node) for node in frontier]
+        expansions = [-1 if place is None else drafted.expansion_of.get(place, -1) for place in places]
+        known = [row for row, expansion in enumerate(expansions) if expansion >= 0]
+        if known:
+            here = np.array([expansions[row] for row in known])
+            tokens[known], probs[known] = drafted.tokens[here], drafted.probs[here]
+        return np.where(probs > 0, tokens, NO_TOKEN), probs
+
+    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
+        """Nothing is kept: the next step reads all that was accepted, for the price of a level that it needs anyway."""
+
+    def _place(self, graph: TokenGraph, node: int) -> int | None:
+        """The drafted node that a graph node stands for."""
+        if node not in self._places:
+            above = self._place(graph, graph.parents[node])
+            found = None
+            if above is not None and self._nodes is not None:
+                found = self._nodes.child(above, graph.tokens[node])
+            if found is None:
+                return None
+            self._places[node] = found
+        return self._places[node]
+
+    def _program(self, width: int, levels: int) -> LevelProgram:
+        if self._slots is not self.engine.slots:  # recorded programs write into the old ones
+            self._programs.clear()
+            self._slots = self.engine.slots
+        key = (width, levels, self.perturb is not None)
+        if key not in self._programs:
+            self._programs[key] = LevelProgram(self, *key)
+        return self._programs[key]
+
+
+def own_bits(slots: int, words: int) -> Tensor:
+    """Row i has bit i alone. # int64 [slots, words]"""
+    bits = np.zeros((slots, words * WORD), dtype=bool)
+    bits[np.arange(slots), np.arange(slots)] = True
+    return torch.from_numpy(packed(bits).reshape(slots, words))
+
+
+def causal_words(width: int, words: int) -> Ints:
+    """Every token sees those before it and itself."""
+    bits = np.zeros((width, words * WORD), dtype=bool)
+    bits[:, :width] = np.tri(width, dtype=bool)
+    return packed(bits).ravel()
+
+
+def packed(bits: Any) -> Ints:
+    return np.packbits(bits, axis=-1, bitorder="little").view("<i8")

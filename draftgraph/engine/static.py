@@ -1,0 +1,230 @@
+"""Runs a model in passes of a few fixed widths over preallocated slots, each captured once as a CUDA graph.
+
+The length of the text, the nodes' tokens, places and ancestors are data of a pass and never its shape. On a CPU, where
+nothing is captured, the same passes are run as they are: slower, but the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.engine.cache import SlotCache
+from draftgraph.engine.capture import Captured
+from draftgraph.engine.graph_attention import NAME, WORD, GraphPass
+from draftgraph.engine.loan import adapters
+from draftgraph.engine.rope import RopeSwitch
+from draftgraph.engine.runner import PREFILL_CHUNK
+from draftgraph.engine.static_cache import StaticCache
+from draftgraph.errors import UnsupportedModelError
+from draftgraph.graph import Bools, Ints
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of a pass; between them, nodes that nobody looks at fill it up
+SMALLEST_CAPACITY = 1024  # slots; doubled when a text outgrows them, which costs new captures
+
+
+class PassData:
+    """What a pass of one width is told, in one buffer on the device that is filled by one copy."""
+
+    def __init__(self, width: int, words: int, device: torch.device) -> None:
+        self.width, self.words = width, words
+        sizes = {
+            "tokens": width,
+            "positions": width,
+            "slots": width,
+            "length": 1,
+            "ancestors": width * words,
+            "scratch_positions": WORD * words,
+        }
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes.values()), dtype=torch.long, pin_memory=pinned)
+        self._device = torch.zeros_like(self._host, device=device)
+        ends = np.cumsum(list(sizes.values())).tolist()
+        places = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        numbers = self._host.numpy()
+        self.host = {name: numbers[place] for name, place in places.items()}
+        parts = {name: self._device[place] for name, place in places.items()}
+        self.tokens, self.positions, self.slots = parts["tokens"][None], parts["positions"][None], parts["slots"]
+        self.graph = GraphPass(
+            parts["length"],
+            parts["ancestors"].view(1, width, words),
+            self.positions,
+            parts["scratch_positions"][None],
+        )
+
+    def send(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
+
+
+class StaticEngine:
+    """An `Engine`: committed text, nodes scored over it, commits; see `EagerEngine` for what each method means."""
+
+    branching = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.text: list[int] = []
+        self.scratch = 0
+        self.capacity = 0
+        self._scratch_positions = np.zeros(0, dtype=np.int64)
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self._configs = list(configs.values())
+        self._passes: dict[tuple[int, int], tuple[PassData, Captured]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._state = self._fingerprint()
+        if RopeSwitch.of(model) is not None:
+            raise UnsupportedModelError("its rotary embedding changes with the length of the text")
+        self._like = self._probe()
+        self.slots: StaticCache
+        self.reserve(0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+    def begin(self, length: int, reuse: bool) -> None:
+        known, self._state = self._state, self._fingerprint()
+        if known != self._state:  # captured passes would read weights that are no longer the model's
+            self._passes.clear()
+        if not reuse or known != self._state:
+            self.rewind(0)
+
+    def reserve(self, capacity: int) -> None:
+        needed = capacity + WIDTHS[-1]  # behind the text: nodes, and where those write that nobody looks at
+        if needed <= self.capacity:
+            return
+        self.capacity = max(SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
+        self._passes.clear()
+        cache = StaticCache(self._like, self.capacity)
+        if self.text:
+            cache.take_over(self.slots, len(self.text))
+        self.slots = cache
+
+    def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None:
+        self.reserve(len(self.text) + len(tokens))
+        chunk = chunk or PREFILL_CHUNK
+        for start in range(0, len(tokens), chunk):
+            piece = tokens[start : start + chunk]
+            self._read(piece)
+            self.text.extend(piece)
+
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+        """Logits [nodes, vocabulary], to be used before the next pass of as many nodes."""
+        if len(tokens) > WIDTHS[-1]:
+            first = WIDTHS[-1]
+            seen = self.scratch + first
+            scored = self.forward(tokens[:first], depths[:first], visible[:first, :seen]).clone()
+            return torch.cat([scored, self.forward(tokens[first:], depths[first:], visible[first:])])
+        length, before = len(self.text), self.scratch
+        self.reserve(length + before + len(tokens))
+        positions = np.concatenate([self._scratch_positions[:before], length + depths])
+        words = 1 << (-(-len(positions) // WORD) - 1).bit_length()
+        width = next(width for width in WIDTHS if len(tokens) <= width)
+        data, run = self._passes.get((width, words)) or self._captured(width, words)
+        fill(data, tokens, positions, visible, length, before, self.capacity)
+        data.send()
+        logits: Tensor = run()
+        self._scratch_positions = positions
+        self.scratch = len(positions)
+        return logits[: len(tokens)]
+
+    def commit(self, slots: list[int], tokens: list[int]) -> None:
+        start = len(self.text)
+        kept = next((place for place, slot in enumerate(slots) if slot != place), len(slots))
+        if kept < len(slots):
+            places = torch.tensor([slots[kept:], range(kept, len(slots))])
+            if self.device.type == "cuda":
+                places = places.pin_memory()
+            moved = start + places.to(self.device, non_blocking=True)
+            self.slots.move(moved[0], moved[1])
+        self.text.extend(tokens)
+        self.scratch = 0
+
+    def forget(self, scratch: int) -> None:
+        self.scratch = scratch
+
+    def rewind(self, length: int) -> None:
+        del self.text[length:]
+        self.scratch = 0
+
+    def depth_limit(self, root: int) -> int | None:
+        return None
+
+    def _read(self, tokens: list[int]) -> None:
+        """A pass over text, as `transformers` makes it."""
+        start, end = len(self.text), len(self.text) + len(tokens)
+        positions = torch.arange(start, end, device=self.device)
+        self.slots.slots, self.slots.length, self.slots.shown = positions, start, end
+        self._model_pass(torch.tensor([tokens], device=self.device), positions[None], self.slots, logits_to_keep=1)
+
+    def _captured(self, width: int, words: int) -> tuple[PassData, Captured]:
+        data = PassData(width, words, self.device)
+        data.graph.ancestors.fill_(1)
+
+        def compute() -> Tensor:
+            return self.graph_pass(data.tokens, data.positions, data.slots, data.graph)
+
+        data.slots.copy_(torch.arange(self.capacity - width, self.capacity))  # recording must not write over the text
+        self._passes[width, words] = data, Captured(compute, self.device, self._pool)
+        return self._passes[width, words]
+
+    def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, graph: GraphPass) -> Tensor:
+        """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured."""
+        self.slots.slots, self.slots.shown = slots, None
+        return self._model_pass(tokens, positions, self.slots, graph_pass=graph)
+
+    def _model_pass(self, tokens: Tensor, positions: Tensor, cache: Any, **more: Any) -> Tensor:
+        with self._attention():
+            out = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **more,
+            )
+        return out.logits[0]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Our attention, in place of the one that the user chose."""
+        before = [(config, getattr(config, "_attn_implementation", None)) for config in self._configs]
+        try:
+            for config, _ in before:
+                config._attn_implementation_internal = NAME
+            yield
+        finally:
+            for config, name in before:
+                config._attn_implementation_internal = name
+
+    @torch.no_grad()
+    def _probe(self) -> SlotCache:
+        """What the layers keep of one token."""
+        cache = SlotCache()
+        token = torch.zeros((1, 1), dtype=torch.long, device=self.device)
+        self._model_pass(token, token, cache)
+        return cache
+
+    def _fingerprint(self) -> list[Any]:
+        return [adapters(self.model), *(weight.data_ptr() for weight in self.model.parameters())]
+
+
+def fill(
+    data: PassData, tokens: Ints, positions: Ints, visible: Bools, length: int, before: int, capacity: int
+) -> None:
+    """Nodes that only fill the pass up repeat the first one, and write where nothing is kept."""
+    count, idle, host = len(tokens), data.width - len(tokens), data.host
+    host["tokens"][:count], host["tokens"][count:] = tokens, tokens[0]
+    host["positions"][:count], host["positions"][count:] = positions[before:], positions[before]
+    host["slots"][:count] = np.arange(length + before, length + before + count)
+    host["slots"][count:] = np.arange(capacity - idle, capacity)
+    host["length"][:] = length
+    bits = np.zeros((data.width, WORD * data.words), dtype=bool)
+    bits[:count, : visible.shape[1]], bits[count:, : visible.shape[1]] = visible, visible[0]
+    host["ancestors"][:] = np.packbits(bits, axis=1, bitorder="little").view("<i8").ravel()
+    host["scratch_positions"][: len(positions)] = positions

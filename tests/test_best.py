@@ -1,0 +1,63 @@
+"""The best tokens of rows of logits: the kernel in Triton's interpreter, and on a GPU, against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftgraph.engine.best import best_tokens, reference
+
+Best = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+SHAPES = [(1, 97, 4), (3, 2048, 8), (2, 2049, 1), (2, 12288, 16)]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Best]:
+    kernel = pytest.importorskip("draftgraph.engine.best_kernel", reason="Triton is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: so in a process of its own
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            yield lambda logits, k: process.submit(kernel.best_tokens, logits, k).result()
+
+
+def logits_of(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns)) * 3
+
+
+def test_the_reference_is_a_softmax() -> None:
+    logits = logits_of(2, 30)
+    tokens, chances = reference(logits, 3)
+    plain = torch.softmax(logits, dim=-1).sort(descending=True)
+    assert tokens.tolist() == plain.indices[:, :3].tolist()
+    torch.testing.assert_close(chances.exp(), plain.values[:, :3])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_gives_the_same(interpreted: Best, shape: tuple[int, int, int]) -> None:
+    logits = logits_of(*shape[:2])
+    (tokens, chances), (expected, values) = interpreted(logits, shape[2]), reference(logits, shape[2])
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(chances, values)
+
+
+def test_impossible_tokens_come_last_and_are_impossible(interpreted: Best) -> None:
+    logits = torch.full((1, 3000), -torch.inf)
+    logits[0, [2500, 7]] = torch.tensor([1.0, 2.0])
+    tokens, chances = interpreted(logits, 4)
+    assert tokens[0, :2].tolist() == [7, 2500]
+    torch.testing.assert_close(chances[0, :2].exp().sum(), torch.tensor(1.0))
+    assert (chances[0, 2:] == -torch.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 49152, 16)], ids=str)
+def test_the_kernel_gives_the_same_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    logits = logits_of(*shape[:2]).cuda().to(dtype)
+    (_, chances), (_, values) = best_tokens(logits, shape[2]), reference(logits, shape[2])
+    torch.testing.assert_close(chances, values, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,193 @@
+"""The static engine and the draft that grows on it, against plain passes; on a CPU nothing is captured, all else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import VOCAB, perturbed, target_of
+
+from draftgraph import GraphConfig, GraphDecoder
+from draftgraph.choose import DraftNoise
+from draftgraph.cost import FlatCost
+from draftgraph.drafting.device import WIDTH, DeviceDraft
+from draftgraph.drafting.model import DraftVocabulary
+from draftgraph.engine import static
+from draftgraph.engine.graph_attention import NAME
+from draftgraph.engine.loan import Loan
+from draftgraph.engine.runner import EagerEngine, Engine
+from draftgraph.engine.static import StaticEngine
+from draftgraph.graph import ROOT, TokenGraph
+from draftgraph.noise import CHOICE, KeyedNoise
+
+STATIC = ("llama", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "mixtral")
+PARENTS = np.array([-1, 0, 0, 1, 2, 1, 3, 0])
+
+
+def ancestry(parents: Any) -> tuple[Any, Any]:
+    visible = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        visible[node] |= visible[parent]
+    return visible.sum(axis=1) - 1, visible
+
+
+def tokens_of(count: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, VOCAB, count)
+
+
+def story(engine: Engine, model: Any) -> list[torch.Tensor]:
+    """Text in chunks, a tree in two passes, a commit that moves slots, more text behind it, a way back."""
+    tokens, (depths, visible) = tokens_of(len(PARENTS), 1), ancestry(PARENTS)
+    root = np.array([0]), np.ones((1, 1), dtype=bool)
+    with Loan(model):
+        engine.begin(0, False)
+        engine.prefill(tokens_of(21).tolist(), chunk=8)
+        scored = [engine.forward(tokens[:3], depths[:3], visible[:3, :3]).clone()]
+        scored.append(engine.forward(tokens[3:], depths[3:], visible[3:]).clone())
+        path = [0, 1, 3, 6]
+        engine.commit(path, tokens[path].tolist())
+        scored.append(engine.forward(tokens_of(1, 2), *root).clone())
+        engine.commit([0], tokens_of(1, 2).tolist())
+        engine.rewind(12)
+        engine.prefill([5, 6])
+        scored.append(engine.forward(tokens_of(1, 3), *root).clone())
+    return scored
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_says_what_plain_passes_say(name: str) -> None:
+    model = target_of(name)
+    for found, expected in zip(story(StaticEngine(model), model), story(EagerEngine(model), model), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_wide_and_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More nodes than the widest pass, more than a word of ancestors, and more slots than there were."""
+    monkeypatch.setattr(static, "SMALLEST_CAPACITY", 16)
+    model = target_of("mistral")
+    count = static.WIDTHS[-1] + 9
+    parents = np.concatenate([[-1], np.random.default_rng(4).integers(0, 40, 40), np.arange(40, count - 1)])
+    parents = np.minimum(parents, np.arange(-1, count - 1))
+    depths, visible = ancestry(parents)
+    scored = []
+    for engine in (StaticEngine(model), EagerEngine(model)):
+        with Loan(model):
+            engine.prefill(tokens_of(13).tolist())
+            scored.append(engine.forward(tokens_of(count, 1), depths, visible).clone())
+    torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-5)
+
+
+def test_text_outlives_the_slots_it_was_read_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static, "SMALLEST_CAPACITY", 16)
+    model = target_of("llama")
+    one, other = StaticEngine(model), EagerEngine(model)
+    scored = []
+    for engine in (one, other):
+        with Loan(model):
+            engine.prefill(tokens_of(30).tolist())
+            engine.reserve(900)
+            engine.prefill(tokens_of(30, 1).tolist())
+            scored.append(engine.forward(tokens_of(1, 2), np.array([0]), np.ones((1, 1), dtype=bool)).clone())
+    assert one.capacity >= 900 + static.WIDTHS[-1]
+    torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-5)
+
+
+def test_the_users_attention_is_put_back() -> None:
+    model = target_of("gemma2")
+    before = model.config._attn_implementation
+    engine = StaticEngine(model)
+    story(engine, model)
+    assert model.config._attn_implementation == before != NAME
+
+
+@torch.no_grad()
+def test_other_weights_are_noticed() -> None:
+    model = target_of("llama")
+    engine = StaticEngine(model)
+    engine.prefill([1, 2, 3])
+    engine.forward(tokens_of(1), np.array([0]), np.ones((1, 1), dtype=bool))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    engine.begin(5, reuse=True)
+    assert not engine.text and not engine._passes
+
+
+def drafter(model: Any, ends: frozenset[int] = frozenset(), k: int = 4) -> DeviceDraft:
+    draft = DeviceDraft(StaticEngine(model), DraftVocabulary(model, VOCAB), k)
+    draft.stop_at(ends)
+    return draft
+
+
+def plain_probabilities(model: Any, text: list[int], path: list[int], noise: DraftNoise | None) -> Any:
+    with torch.no_grad():
+        logits = model(torch.tensor([text + path])).logits[:, -1].float()
+    if noise is not None:
+        logits = noise(logits, np.array([len(text) + len(path)]))
+    return torch.softmax(logits, dim=-1)[0]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.no_grad()
+def test_a_draft_grows_the_likeliest_nodes(name: str, sampled: bool) -> None:
+    """Level by level, every proposal is a plain pass's best, and what is expanded is the best of what was open."""
+    model, text, levels = target_of(name), tokens_of(19).tolist(), 3
+    draft = drafter(model)
+    draft.perturb = noise = DraftNoise(KeyedNoise(3), 0.8, CHOICE) if sampled else None
+    draft.levels = levels
+    draft.catch_up(text[:9])
+    draft.begin(text)
+    graph = TokenGraph(text[-1], GraphConfig(k=4, max_nodes=1000))
+    draft.propose(graph, [ROOT])
+    drafted = draft._nodes
+    assert drafted is not None and drafted.tokens.shape == (1 + (levels - 1) * WIDTH, 4)
+    paths: dict[int, tuple[list[int], float]] = {-1: ([], 1.0)}
+    waiting: dict[int, float] = {}
+    for node, row in drafted.expansion_of.items():
+        path, score = paths[node]
+        plain = plain_probabilities(model, text, path, noise)
+        best = torch.topk(plain, 4)
+        assert drafted.tokens[row].tolist() == best.indices.tolist()
+        np.testing.assert_allclose(drafted.probs[row], best.values.numpy(), rtol=1e-3)
+        if row and row % WIDTH == 1 % WIDTH:
+            chosen = [other for other, at in drafted.expansion_of.items() if row <= at < row + WIDTH]
+            least = min(waiting[other] for other in chosen)
+            assert all(waiting[other] <= least * 1.001 for other in waiting if other not in chosen)
+            for other in chosen:
+                del waiting[other]
+        for rank, (token, chance) in enumerate(zip(drafted.tokens[row], drafted.probs[row], strict=True)):
+            paths[row * 4 + rank] = [*path, int(token)], score * chance
+            waiting[row * 4 + rank] = score * chance
+
+
+@torch.no_grad()
+def test_nothing_is_drafted_behind_an_end() -> None:
+    model, text = target_of("llama"), tokens_of(19).tolist()
+    first = drafter(model)
+    first.begin(text)
+    first.propose(TokenGraph(text[-1], GraphConfig()), [ROOT])
+    assert first._nodes is not None
+    end = int(first._nodes.tokens[0, 0])
+    assert 0 in first._nodes.expansion_of
+    stopped = drafter(model, frozenset({end}))
+    stopped.begin(text)
+    stopped.propose(TokenGraph(text[-1], GraphConfig()), [ROOT])
+    assert stopped._nodes is not None and int(stopped._nodes.tokens[0, 0]) == end
+    row = stopped._nodes.expansion_of.get(0)
+    assert row is None or not stopped._nodes.probs[row].any()
+
+
+@pytest.mark.parametrize("style", [{}, {"do_sample": True, "temperature": 0.9, "seed": 5, "top_k": 0}])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+def test_the_promise_holds(name: str, style: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target_of(name)
+    asked: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 40} | style
+    plain = GraphDecoder(model).generate(**asked, config=GraphConfig(mode="off"))
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    decoder = GraphDecoder(model, perturbed(model, 0.1))
+    assert isinstance(decoder.target_engine, StaticEngine) and isinstance(decoder.draft_engine, StaticEngine)
+    for config in (GraphConfig(cost=FlatCost()), GraphConfig(mode="graph", tau=1), GraphConfig(mode="chain")):
+        found = decoder.generate(**asked, config=config)
+        assert found.sequences.tolist() == plain.sequences.tolist(), config.mode
+        assert found.stats.mean_accepted_length > 1.2, (config.mode, found.stats)
