@@ -1,25 +1,29 @@
-"""Products of few rows on a CPU. BLAS libraries are made for one row or for many: turned around, a few rows are often
-read several times as fast. Which way is best is measured for every shape, on the model's own weights."""
+"""Products of few rows. BLAS libraries are made for one row or for many: turned around on a CPU, or with a kernel that
+only reads on a GPU, a few rows often take a fraction of the time. Which way is best is measured for every shape, on the
+model's own weights."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from draftgraph.engine.capture import Captured
+
 Way = Callable[[Tensor, Tensor], Tensor]  # rows [rows, in], weight [out, in] -> [rows, out]
 
-WIDTHS = (1, 2, 4, 8, 16)  # rows; in between, as the next
+WIDTHS = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64, 128)}  # rows; in between, as the next
+DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16)}  # others are left to the library
+SAMPLE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one shape, read in turn: more than caches hold
 SMALLEST = 1 << 16  # numbers of a weight: smaller ones are not worth choosing for
-SAMPLE_BYTES = 64 << 20  # of weights of one shape, read in turn: more than a processor's cache holds
 ROUNDS = 3
-GAIN = 1.1  # what another way must be better by
+GAIN = {"cpu": 1.1, "cuda": 1.03}  # what another way must be better by
 
 
 def direct(rows: Tensor, weight: Tensor) -> Tensor:
@@ -38,22 +42,41 @@ def doubled(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, pair.t())[:, 0].contiguous()[None]
 
 
+def ways_for(rows: int, device: torch.device) -> list[Way]:
+    if device.type == "cpu":
+        return [direct, turned, *([doubled] if rows == 1 else [])]
+    return [direct, *skinny_ways()]
+
+
+@cache
+def skinny_ways() -> list[Way]:
+    """None where there is no Triton, or a GPU too old for it."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        return []
+    try:
+        from draftgraph.engine.skinny_kernel import TILINGS, skinny_linear
+    except ImportError:
+        return []
+    return [partial(skinny_linear, bias=None, tiling=tiling) for tiling in TILINGS]
+
+
 class NarrowLinears:
     """The large linear layers of a model, which take the best way while `borrowed`, if there are few rows."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._groups: dict[tuple[int, int], list[nn.Linear]] = {}
+    def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cpu", "cuda")) -> None:
+        groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
         for module in model.modules():
-            if type(module) is nn.Linear and is_large(module.weight) and "forward" not in vars(module):
-                out, width = module.weight.shape
-                self._groups.setdefault((out, width), []).append(module)
+            own = type(module) is nn.Linear and "forward" not in vars(module)
+            if own and is_large(module.weight) and module.weight.device.type in kinds:
+                groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
+        self._most = max((WIDTHS[device.type][-1] for _, _, device in groups), default=0)
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = [
-            (vars(module), partial(self._product, group, module)) for group in self._groups.values() for module in group
+            (vars(module), partial(product, group, module)) for group in groups.values() for module in group
         ]
 
     @contextmanager
     def borrowed(self, rows: int) -> Iterator[None]:
-        if rows > WIDTHS[-1]:
+        if rows > self._most:
             yield
             return
         for attributes, forward in self._forwards:
@@ -64,44 +87,65 @@ class NarrowLinears:
             for attributes, _ in self._forwards:
                 del attributes["forward"]
 
-    @staticmethod
-    def _product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
-        rows = given.reshape(-1, given.shape[-1])
-        product = way_for(len(rows), group)(rows, module.weight)
-        if module.bias is not None:
-            product = product + module.bias
-        return product.reshape(*given.shape[:-1], len(module.weight))
-
 
 def is_large(weight: Tensor) -> bool:
-    plain = type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    plain = type(weight) is nn.Parameter and weight.dtype in DTYPES.get(weight.device.type, ())
     return plain and weight.numel() >= SMALLEST
 
 
-CHOSEN: dict[tuple[int, ...], Way] = {}
+def product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
+    """What a layer of this group does with few rows."""
+    rows = given.reshape(-1, given.shape[-1])
+    found = way_for(len(rows), group)(rows, module.weight)
+    if module.bias is not None:
+        found = found + module.bias
+    return found.reshape(*given.shape[:-1], len(module.weight))
+
+
+CHOSEN: dict[tuple[Any, ...], Way] = {}
 
 
 def way_for(rows: int, group: list[nn.Linear]) -> Way:
     """The quickest on this machine for weights of this shape, measured when it is first asked for."""
-    width = next((width for width in WIDTHS if rows <= width), None)
+    weight = group[0].weight
+    width = next((width for width in WIDTHS[weight.device.type] if rows <= width), None)
     if width is None or not rows:
         return direct
-    key = (width, *group[0].weight.shape, torch.get_num_threads())
+    key = (width, *weight.shape, weight.dtype, weight.device, torch.get_num_threads())
     if key not in CHOSEN:
         CHOSEN[key] = quickest(width, [module.weight for module in group])
     return CHOSEN[key]
 
 
+@torch.no_grad()
 def quickest(rows: int, weights: list[Tensor]) -> Way:
-    weights = weights[: max(1, SAMPLE_BYTES // (weights[0].numel() * weights[0].element_size()))]
-    given = torch.ones(rows, weights[0].shape[1])
-    ways = [direct, turned, *([doubled] if rows == 1 else [])]
-    times = dict.fromkeys(ways, float("inf"))
+    weight = weights[0]
+    kind = weight.device.type
+    weights = weights[: max(1, SAMPLE_BYTES[kind] // (weight.numel() * weight.element_size()))]
+    given = torch.ones((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    ways = ways_for(rows, weight.device)
+    runs = [Captured(partial(all_products, way, given, weights), weight.device) for way in ways]
+    times = [float("inf")] * len(ways)
     for _ in range(ROUNDS):
-        for way in ways:
-            start = time.perf_counter()
-            for weight in weights:
-                way(given, weight)
-            times[way] = min(times[way], time.perf_counter() - start)
-    best = min(ways, key=times.__getitem__)
-    return best if times[best] * GAIN < times[direct] else direct
+        for place, run in enumerate(runs):
+            times[place] = min(times[place], seconds(run, weight.device))
+    best = times.index(min(times))
+    return ways[best] if times[best] * GAIN[kind] < times[0] else direct
+
+
+def all_products(way: Way, given: Tensor, weights: list[Tensor]) -> None:
+    for weight in weights:
+        way(given, weight)
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks[0].record()
+    run()
+    marks[1].record()
+    marks[1].synchronize()
+    return float(marks[0].elapsed_time(marks[1])) / 1e3

@@ -60,7 +60,7 @@ class EagerEngine:
         self._config = model.config.get_text_config(decoder=True)
         self._switch = RopeSwitch.of(model)
         self._adapters = adapters(model)
-        self._linears = NarrowLinears(model)
+        self._linears = NarrowLinears(model, ("cpu",))
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.graph_attention import NAME, WORD, GraphPass
+from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import adapters
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK
@@ -76,6 +77,7 @@ class StaticEngine:
         self._configs = list(configs.values())
         self._passes: dict[tuple[int, int], tuple[PassData, Captured]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._linears = NarrowLinears(model)
         self._state = self._fingerprint()
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
@@ -91,6 +93,7 @@ class StaticEngine:
         known, self._state = self._state, self._fingerprint()
         if known != self._state:  # captured passes would read weights that are no longer the model's
             self._passes.clear()
+            self._linears = NarrowLinears(self.model)
         if not reuse or known != self._state:
             self.rewind(0)
 
@@ -179,7 +182,7 @@ class StaticEngine:
         return self._model_pass(tokens, positions, self.slots, graph_pass=graph)
 
     def _model_pass(self, tokens: Tensor, positions: Tensor, cache: Any, **more: Any) -> Tensor:
-        with self._attention():
+        with self._attention(), self._linears.borrowed(tokens.shape[1]):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,

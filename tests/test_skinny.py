@@ -1,0 +1,46 @@
+"""Products of few rows as a kernel, in Triton's interpreter and on a GPU, against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+kernel = pytest.importorskip("draftgraph.engine.skinny_kernel", reason="Triton is not installed")
+SHAPES = [(1, 64, 512, False), (5, 70, 512, True), (17, 33, 600, True), (2, 40, 1024, False)]  # rows, out, in, bias
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[..., Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: so in a process of its own
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            yield lambda *arguments: process.submit(kernel.skinny_linear, *arguments).result()
+
+
+def numbers(rows: int, out: int, inputs: int, biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    draw = torch.Generator().manual_seed(rows)
+    given, weight = (torch.randn(count, inputs, generator=draw) for count in (rows, out))
+    return given, weight, torch.randn(out, generator=draw) if biased else None
+
+
+@pytest.mark.parametrize("tiling", kernel.TILINGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gives_a_linear_layers_numbers(interpreted: Any, shape: tuple[int, int, int, bool], tiling: Any) -> None:
+    given = numbers(*shape)
+    torch.testing.assert_close(interpreted(*given, tiling), linear(*given), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiling", kernel.TILINGS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 4096, 4096, False), (64, 11008, 4096, False)], ids=str)
+def test_gives_them_on_a_gpu(shape: tuple[int, int, int, bool], tiling: Any) -> None:
+    given = [None if one is None else one.cuda().to(torch.bfloat16) for one in numbers(*shape)]
+    found, expected = kernel.skinny_linear(*given, tiling), linear(*given)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, rtol=3e-2, atol=0.5)
