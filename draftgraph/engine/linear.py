@@ -66,8 +66,7 @@ class NarrowLinears:
     def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cpu", "cuda")) -> None:
         groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
         for module in model.modules():
-            own = type(module) is nn.Linear and "forward" not in vars(module)
-            if own and is_large(module.weight) and module.weight.device.type in kinds:
+            if isinstance(module, nn.Linear) and is_borrowable(module) and module.weight.device.type in kinds:
                 groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
         self._most = max((WIDTHS[device.type][-1] for _, _, device in groups), default=0)
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = [
@@ -88,9 +87,12 @@ class NarrowLinears:
                 del attributes["forward"]
 
 
-def is_large(weight: Tensor) -> bool:
+def is_borrowable(module: nn.Linear) -> bool:
+    """A plain layer whose product is worth choosing for."""
+    weight = module.weight
+    untouched = type(module) is nn.Linear and "forward" not in vars(module)
     plain = type(weight) is nn.Parameter and weight.dtype in DTYPES.get(weight.device.type, ())
-    return plain and weight.numel() >= SMALLEST
+    return untouched and plain and weight.numel() >= SMALLEST
 
 
 def product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
