@@ -191,3 +191,50 @@ def test_the_promise_holds(name: str, style: dict[str, Any], monkeypatch: pytest
         found = decoder.generate(**asked, config=config)
         assert found.sequences.tolist() == plain.sequences.tolist(), config.mode
         assert found.stats.mean_accepted_length > 1.2, (config.mode, found.stats)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STATIC)
+def test_captured_passes_say_what_plain_passes_say(name: str) -> None:
+    model = target_of(name).cuda()
+    engine = StaticEngine(model)
+    found, again, expected = story(engine, model), story(engine, model), story(EagerEngine(model), model)
+    for one, two, plain in zip(found, again, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+        torch.testing.assert_close(one, plain, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_captured_draft_grows_the_same_nodes() -> None:
+    text, grown = tokens_of(40).tolist(), []
+    for device in ("cpu", "cuda"):
+        draft = drafter(target_of("llama").to(device))
+        draft.perturb = DraftNoise(KeyedNoise(3), 0.8, CHOICE)
+        draft.levels = 5
+        draft.catch_up(text[:9])
+        for end in (20, 25, 40):
+            draft.begin(text[:end])
+            draft.propose(TokenGraph(text[end - 1], GraphConfig()), [ROOT])
+            assert draft._nodes is not None
+            grown.append(draft._nodes)
+    for one, other in zip(grown[:3], grown[3:], strict=True):
+        assert one.tokens[0].tolist() == other.tokens[0].tolist()
+        np.testing.assert_allclose(one.probs[0], other.probs[0], rtol=1e-3)
+        assert len(set(one.expansion_of) & set(other.expansion_of)) > 0.8 * len(one.expansion_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", [{}, {"do_sample": True, "temperature": 0.9, "seed": 5, "top_k": 0}])
+@pytest.mark.parametrize("name", STATIC)
+def test_the_promise_holds_for_captured_passes(
+    name: str, style: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target_of(name).cuda()
+    asked: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 60} | style
+    plain = GraphDecoder(model).generate(**asked, config=GraphConfig(mode="off"))
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    decoder = GraphDecoder(model, perturbed(model, 0.1))
+    assert isinstance(decoder.target_engine, StaticEngine)
+    for config in (GraphConfig(mode="off"), GraphConfig(cost=FlatCost()), GraphConfig(mode="graph", tau=1)):
+        assert decoder.generate(**asked, config=config).sequences.tolist() == plain.sequences.tolist(), config.mode
