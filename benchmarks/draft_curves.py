@@ -1,6 +1,6 @@
 """How a draft learnt: what it said on answers that it did not learn from, over the minutes of its training.
 
-    python benchmarks/draft_curves.py DRAFT [DRAFT ...] --out docs/images/draft-training.svg
+python benchmarks/draft_curves.py DRAFT [DRAFT ...] --out docs/images/draft-training.svg
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from draftgraph.graph import ROOT, Ints, TokenTree
+from draftgraph.graph import ROOT, Floats, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
 
 FinishReason = Literal["stop", "length"]
@@ -173,6 +173,10 @@ class DraftNoise:
     def __call__(self, logits: Tensor, positions: Ints) -> Tensor:
         rows = [self.noise.gumbel(int(at), logits.shape[1], logits.device, self.stream) for at in positions]
         return (logits.double() + self.temperature * torch.stack(rows)).float()
+
+    def of(self, tokens: Ints, positions: Ints) -> Floats:
+        """The same noise for a few tokens of each row. # [nodes, tokens]"""
+        return self.temperature * self.noise.gumbel_of(positions, tokens, self.stream)
 
 
 def process(processors: LogitsProcessorList, logits: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:

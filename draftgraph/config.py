@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sibling_pruning": ("drop", "leaf"),
     "verification": ("keyed", "rejection"),
 }
+PRICES = ("measured", "flat")
 RANGES: dict[str, tuple[float, float | None]] = {
     "k": (1, None),
     "tau": (1, None),
@@ -54,7 +55,7 @@ class GraphConfig:
     growth: Literal["level", "best-first"] = None  # type: ignore[assignment]
     sibling_pruning: Literal["drop", "leaf"] = "drop"  # the paper's text can be read both ways
     verification: Literal["keyed", "rejection"] = "keyed"
-    cost: Literal["measured", "flat"] | CostModel = "flat"
+    cost: Literal["measured", "flat"] | CostModel = "measured"  # the prices that mode auto decides by
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode)
@@ -67,10 +68,8 @@ class GraphConfig:
             check_range(name, getattr(self, name))
         if self.verification == "rejection" and self.mode != "chain":
             raise UsageError(f'verification="rejection" exists only in mode="chain", not in mode="{self.mode}"')
-        if self.cost == "measured":
-            raise UsageError('cost="measured" is not available yet: use cost="flat" or pass a CostModel')
-        if self.cost != "flat" and not isinstance(self.cost, CostModel):
-            raise UsageError(f'cost must be "flat" or a CostModel, not {self.cost!r}')
+        if self.cost not in PRICES and not isinstance(self.cost, CostModel):
+            raise UsageError(f"cost must be {', '.join(PRICES)} or a CostModel, not {self.cost!r}")
 
     @property
     def merges(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,8 +12,11 @@ if TYPE_CHECKING:
     import torch
 
     from draftgraph.graph import Floats, Ints, TokenTree
+    from draftgraph.trace import Step
 
-HIT = 0.8  # how likely the best child of a node is to be accepted, before the draft has been asked
+HIT = 0.8  # how likely the best child of a node is to be accepted, before any outcome is known
+HIT_WEIGHT = 4.0  # outcomes that this counts for
+KEPT = 0.98  # how much of what is known about the draft a step leaves
 
 
 @runtime_checkable
@@ -62,12 +67,43 @@ def nodes_worth_checking(tree: TokenTree, cost: CostModel, spent: float = 0.0) -
     return int(np.argmax(expected / (spent + cost.of_pass(np.arange(1, len(tree) + 1))))) + 1
 
 
-class DraftBudget:
-    """Decides level by level, in one step, how many nodes are worth a pass of the draft."""
+class HitRate:
+    """How often the best child of a drafted node was the target's token, of late.
 
-    def __init__(self, cost: CostModel, levels: int) -> None:
+    Forgets with every step, also with those that drafted nothing: a draft that was left alone is tried again some
+    day, if it is cheap enough to be tried at all.
+    """
+
+    def __init__(self) -> None:
+        self._hits = 0.0
+        self._tries = 0.0
+
+    @property
+    def rate(self) -> float:
+        return (HIT_WEIGHT * HIT + self._hits) / (HIT_WEIGHT + self._tries)
+
+    def count(self, step: Step) -> None:
+        self._hits *= KEPT
+        self._tries *= KEPT
+        graph = step.graph
+        for place, token in zip([0, *step.path], step.tokens, strict=False):
+            node = graph.canonical[int(step.tree.nodes[place])]
+            if node in graph.drafted and (children := graph.children[node]):
+                self._tries += 1
+                self._hits += token == max(children, key=lambda child: graph.probs[children[child]])
+
+
+class DraftBudget:
+    """Decides level by level, in one step, how many nodes are worth a pass of the draft.
+
+    `hit` is the chance of a node's best child, `nodes` the most that the target may be given, the root counted.
+    """
+
+    def __init__(self, cost: CostModel, levels: int, hit: float = HIT, nodes: int = 64) -> None:
         self.cost = cost
         self.levels = levels
+        self.hit = hit
+        self.nodes = nodes
         self.spent = 0.0
 
     def worth_drafting(self, tree: TokenTree, scores: Floats) -> int:
@@ -75,15 +111,52 @@ class DraftBudget:
         if not len(scores) or not self.levels:
             return 0
         checked = nodes_worth_checking(tree, self.cost, self.spent)
-        tokens = float(tree.scores[:checked].sum())
-        now = tokens / (self.spent + float(self.cost.of_pass(np.array([checked]))[0]))
-        width, ahead = np.arange(1, len(scores) + 1)[:, None], np.arange(1, self.levels + 1)[None, :]
-        gained = np.cumsum(scores)[:, None] * np.cumsum(HIT**ahead, axis=1)
-        price = self.spent + ahead * self.cost.of_level(width) + self.cost.of_pass(checked + width * ahead)
-        rates = (tokens + gained) / price  # [nodes drafted on, further levels]
-        if rates.max() <= now:
+        expected = np.cumsum(tree.scores)
+        now = expected[checked - 1] / (self.spent + float(self.cost.of_pass(np.array([checked]))[0]))
+        width, below, added = plans(len(scores), self.nodes)
+        if not len(width):
             return 0
-        chosen = int(np.argmax(rates.max(axis=1))) + 1
+        room = np.array([[checked], [self.nodes]])  # new nodes come in place of the worst, or beside all
+        kept = np.minimum(np.maximum(room - added, 1), checked)  # [rooms, plans]
+        gained = np.cumsum(scores)[width - 1] * gains_below(round(20 * self.hit) / 20, self.levels)[:, below]
+        drafting = self.spent + np.arange(1, self.levels + 1)[:, None] * self.cost.of_level(width)  # [levels, plans]
+        checking = self.cost.of_pass(kept + added)
+        rates = (expected[kept - 1][:, None] + gained) / (checking[:, None] + drafting)  # [rooms, levels, plans]
+        best = int(np.argmax(rates))
+        if rates.flat[best] <= now:
+            return 0
+        chosen = int(width[best % len(width)])
         self.spent += float(self.cost.of_level(np.array([chosen]))[0])
         self.levels -= 1
         return chosen
+
+
+SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # of levels, and of what is put below one node
+
+
+@cache
+def plans(open_nodes: int, most: int) -> tuple[Ints, Ints, Ints]:
+    """Nodes to draft on, what is to come below each, as a place in SIZES, and how many nodes that makes. # [plans]"""
+    widths = np.array([*(size for size in SIZES if size < open_nodes), open_nodes])
+    width, below = (grid.ravel() for grid in np.meshgrid(widths, np.arange(len(SIZES)), indexing="ij"))
+    added = width * np.array(SIZES)[below]
+    fits = added < most
+    return width[fits], below[fits], added[fits]
+
+
+@cache
+def gains_below(hit: float, levels: int) -> Floats:
+    """Tokens that the best nodes below one node are expected to add, if the chances of its children, and of theirs,
+    are `hit`, the same share of the rest, and so on. # [levels, SIZES]"""
+    table = np.zeros((levels, len(SIZES)))
+    for depth in range(1, levels + 1):
+        found: list[float] = []
+        heap = [(-hit, 1)]
+        while len(found) < SIZES[-1]:
+            chance, at = heapq.heappop(heap)
+            found.append(-chance)
+            heapq.heappush(heap, (chance * (1.0 - hit), at))  # its next sibling
+            if at < depth:
+                heapq.heappush(heap, (chance * hit, at + 1))  # its first child
+        table[depth - 1] = np.cumsum(found)[np.array(SIZES) - 1]
+    return table

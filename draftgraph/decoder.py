@@ -12,9 +12,12 @@ from torch import Tensor
 
 from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
 from draftgraph.config import GraphConfig
-from draftgraph.cost import CostModel, DraftBudget, FlatCost, nodes_worth_checking
+from draftgraph.cost import DraftBudget, FlatCost, HitRate, nodes_worth_checking
 from draftgraph.drafting import Proposer, grow
+from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
+from draftgraph.drafting.pool import Pool
+from draftgraph.drafting.recycle import Ranking, RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.engine.runner import Engine, common_prefix
@@ -28,6 +31,7 @@ from draftgraph.output import GraphOutput, gathered
 from draftgraph.rows import apart, row_arguments
 from draftgraph.stats import Stats
 from draftgraph.trace import Observer, Step
+from draftgraph.tuning import pricing_of
 
 
 class Decoding:
@@ -56,7 +60,7 @@ class Decoding:
         self.prompt_length = self.stats.prompt_tokens = len(self.text)
         self.finish_reason: FinishReason | None = None
         self.config = config if decoder.can_branch else replace(config, k=1)
-        self.cost = config.cost if isinstance(config.cost, CostModel) else decoder.flat_cost
+        self.pricing = pricing_of(decoder, self.config)
 
         sample = row % (request.config.num_return_sequences or 1)
         self.noise = KeyedNoise(seed, sample) if request.samples else None
@@ -65,9 +69,14 @@ class Decoding:
         self.proposers: list[Proposer] = []
         if config.copies or (config.drafts and self.draft is None):
             self.proposers.append(SuffixProposer(self.config.k))
+        self.recycled = None
+        if config.mode == "auto":
+            self.recycled = RecycleProposer(self.config.k, self.chooser.perturb(request.temperature))
+            self.proposers.append(self.recycled)
         if self.draft is not None:
             self.draft.perturb = self.chooser.perturb(request.temperature)
             self.proposers.append(self.draft)
+        self.pool = Pool(self.config.k, decoder.calibrations[request.samples])
         self._prefill(reuse_cache)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
@@ -110,6 +119,7 @@ class Decoding:
                 logits = self.verify(tree)
             with self.stats.clock("other"):
                 chosen = self.walk(tree, logits)
+                self.learn(graph, tree, logits, chosen)
                 return self.commit(graph, tree, chosen)
 
     def grow(self) -> tuple[TokenGraph, TokenTree]:
@@ -119,9 +129,11 @@ class Decoding:
             proposer.begin(self.text)
         if self.config.mode != "auto":
             return graph, grow(graph, self.proposers)
-        budget = DraftBudget(self.cost, graph.max_depth) if self.draft else None
-        tree = grow(graph, self.proposers, self.cost.floor(), budget)
-        return graph, tree.first(nodes_worth_checking(tree, self.cost))
+        cost = self.pricing.at(len(self.text), self.stats)
+        budget = DraftBudget(cost, graph.max_depth, self.decoder.hits.rate, graph.max_nodes) if self.draft else None
+        self.pool.begin()
+        tree = grow(graph, self.proposers, cost.floor(), budget, self.pool)
+        return graph, tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else 0.0))
 
     def verify(self, tree: TokenTree) -> Tensor:
         """The target's logits at every node, in one pass. # [nodes, vocabulary]"""
@@ -133,6 +145,12 @@ class Decoding:
         if not self.request.may_be_invalid and not bool(torch.isfinite(logits[chosen.visited].amax(dim=-1)).all()):
             raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
         return chosen
+
+    def learn(self, graph: TokenGraph, tree: TokenTree, logits: Tensor, chosen: Walk) -> None:
+        """Keeps what the target said, also at rejected nodes, and how well it had been foretold."""
+        if self.recycled is not None:
+            self.recycled.learn(tree, chosen.path, Ranking.of(logits))
+            self.pool.settle(graph, tree, chosen.visited, chosen.tokens)
 
     def commit(self, graph: TokenGraph, tree: TokenTree, chosen: Walk) -> Step:
         """The accepted path becomes text in both caches; the rest is forgotten."""
@@ -148,6 +166,7 @@ class Decoding:
         self.stats.count(step)
         if self.draft is not None:
             self.stats.draft_passes, self.stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
+            self.decoder.hits.count(step)
         if self.decoder.observer is not None:
             self.decoder.observer(step)
         return step
@@ -158,6 +177,11 @@ class Decoding:
         limits = [engine.depth_limit(len(self.text) - 1) for engine in engines]
         remaining = self.request.max_length - self.prefix.length - 1
         return max(0, min([remaining, *(limit for limit in limits if limit is not None)]))
+
+    @property
+    def prices(self) -> str | None:
+        """The prices that mode `auto` decides by: measured, flat, or the class of one's own."""
+        return self.pricing.name if self.config.mode == "auto" else None
 
     @property
     def new_tokens(self) -> list[int]:
@@ -185,9 +209,12 @@ class GraphDecoder:
             self.draft_engine = checked_engine(self.draft_model)
             self.draft_vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
             models.append(self.draft_model)
-        share = weights_read(self.draft_model) / weights_read(self.target_model) if self.draft_model is not None else 0
+        self.target_weights = weights_read(self.target_model)
+        share = weights_read(self.draft_model) / self.target_weights if self.draft_model is not None else 0
         self.flat_cost = FlatCost.for_device(self.target_engine.device, share)
+        self.hits = HitRate()
         self.models = models
+        self.calibrations = {samples: Calibration() for samples in (False, True)}  # noise makes other estimates
         self._running: Decoding | None = None
         for model, engine in zip(models, (self.target_engine, self.draft_engine), strict=False):
             if engine is not None and not engine.branching:

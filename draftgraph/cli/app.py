@@ -20,6 +20,7 @@ from draftgraph.cli.doctor import DOCTOR_OPTIONS, doctor
 from draftgraph.cli.errors import INTERRUPTED, WRONG_USE, complain, usage_line
 from draftgraph.cli.generate import generate
 from draftgraph.cli.inspect import INSPECT_DEFAULTS, inspect
+from draftgraph.cli.tune import TUNE_OPTIONS, tune
 
 EPILOG = "Every option can also be set in the environment, --max-nodes as DRAFTGRAPH_MAX_NODES, or in a --config file."
 
@@ -28,6 +29,7 @@ for function in (generate, chat, compare):
     register(app, function)
 register(app, inspect, **INSPECT_DEFAULTS)
 register(app, distill, only=DISTILL_OPTIONS)
+register(app, tune, only=TUNE_OPTIONS)
 register(app, doctor, only=DOCTOR_OPTIONS)
 app.add_typer(bench)
 

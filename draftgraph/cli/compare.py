@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ class Timed:
     config: GraphConfig
     outputs: list[Output] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    prices: str | None = None  # of passes, by which it decides how much to draft
 
     def run(self, pair: Pair, prompt: str, arguments: dict[str, Any]) -> None:
         start = time.perf_counter()
@@ -61,8 +62,10 @@ def compare(prompt: Prompt, settings: Settings, repeat: Repeat = 3) -> None:
     from draftgraph.decoder import fresh_seed
 
     arguments = {"seed": fresh_seed()} | sampling
+    decoding = pair.start(text, config=chosen.config, **arguments)  # refuses now what cannot be generated
+    chosen.prices, cost = decoding.prices, decoding.pricing.at(0, decoding.stats)
+    chosen.config = replace(chosen.config, cost=cost)  # not measured again between timed runs
     with busy("warming up") as show:
-        pair.start(text, config=chosen.config, **arguments)  # refuses now what cannot be generated
         for timed in (plain, chosen):
             short = min(WARM_UP_TOKENS, settings.max_new_tokens or WARM_UP_TOKENS)
             pair.generate(text, config=timed.config, **arguments | {"max_new_tokens": short})
@@ -81,6 +84,7 @@ def report(pair: Pair, plain: Timed, chosen: Timed, settings: Settings) -> None:
         both = {"off": plain, chosen.config.mode: chosen}
         figures = {
             "mode": chosen.config.mode,
+            "prices": chosen.prices,
             "same_tokens": differs is None,
             "first_difference": differs,
             "ratio": ratio,
@@ -93,7 +97,8 @@ def report(pair: Pair, plain: Timed, chosen: Timed, settings: Settings) -> None:
         verdict = f"the {len(output.token_ids)} tokens are the same" if differs is None else "the tokens DIFFER"
         terminal = console()
         terminal.print(comparison_table(plain, chosen))
-        terminal.print(f"\n{chosen.config.mode} is {ratio:.2f} times as fast as off; {verdict}")
+        by = "" if chosen.prices is None else f" ({chosen.prices} prices)"
+        terminal.print(f"\n{chosen.config.mode} is {ratio:.2f} times as fast as off{by}; {verdict}")
         if settings.stats:
             show_figures(output.stats, True)
     if differs is not None:

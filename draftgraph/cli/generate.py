@@ -30,7 +30,7 @@ def generate(prompt: Prompt, settings: Settings) -> None:
         write_json(pair.output(decoding).to_dict())
     else:
         write_as_it_comes(pair, decoding)
-    show_figures(decoding.stats, settings.stats)
+    show_figures(decoding.stats, settings.stats, decoding.prices)
 
 
 def decode_silently(decoding: Decoding) -> None:
@@ -53,9 +53,11 @@ def write_as_it_comes(pair: Pair, decoding: Decoding) -> None:
                 write("\n")
 
 
-def show_figures(stats: Stats, all_of_them: bool) -> None:
+def show_figures(stats: Stats, all_of_them: bool, prices: str | None = None) -> None:
     terminal = stderr_console()
     if all_of_them:
         terminal.print(figures.table(stats))
+        if prices is not None:
+            terminal.print(f"\nHow much to draft and check was decided by {prices} prices of passes")
     elif terminal.is_terminal:
         terminal.print(figures.summary(stats), style="dim")

@@ -10,7 +10,7 @@ import typer
 
 from draftgraph.cli.configfile import read_config_file
 from draftgraph.cli.errors import complain
-from draftgraph.config import CHOICES, RANGES, GraphConfig
+from draftgraph.config import CHOICES, PRICES, RANGES, GraphConfig
 from draftgraph.errors import UsageError
 
 SAMPLING: dict[str, tuple[float, float | None]] = {
@@ -74,6 +74,9 @@ class Settings:
     max_depth: Annotated[int | None, graph("max_depth", "Levels of a graph")] = None
     chain_length: Annotated[int | None, graph("chain_length", "Drafted tokens in mode chain")] = None
     growth: Annotated[str | None, graph("growth", "Order in which a graph grows")] = None
+    cost: Annotated[
+        str | None, option("Graph", "What mode auto takes passes to cost", "|".join(PRICES), list(PRICES))
+    ] = None
 
     max_new_tokens: Annotated[int | None, sampling("max_new_tokens", "Tokens to generate at most, 256")] = None
     temperature: Annotated[float | None, sampling("temperature", "Sample; left out or 0: greedy")] = None
@@ -100,7 +103,7 @@ class Settings:
         return self.given("target", "draft", "device", "dtype")
 
     def graph_config(self, **changes: Any) -> GraphConfig:
-        return GraphConfig(**self.given("mode", "growth", *RANGES) | changes)
+        return GraphConfig(**self.given("mode", "growth", "cost", *RANGES) | changes)
 
     def sampling_arguments(self) -> dict[str, Any]:
         """Arguments of `Pair.start` and `Pair.generate`, the graph's configuration apart."""

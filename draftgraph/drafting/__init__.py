@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from draftgraph.cost import DraftBudget
+from draftgraph.drafting.pool import Pool, Proposal
 from draftgraph.graph import Floats, Ints, Source, TokenGraph, TokenTree
 
 
@@ -25,7 +26,11 @@ class Proposer(Protocol):
 
 
 def grow(
-    graph: TokenGraph, proposers: list[Proposer], floor: float = 0.0, budget: DraftBudget | None = None
+    graph: TokenGraph,
+    proposers: list[Proposer],
+    floor: float = 0.0,
+    budget: DraftBudget | None = None,
+    pool: Pool | None = None,
 ) -> TokenTree:
     """Grows the graph until nothing is left to expand, or worth it, and returns its unrolled view.
 
@@ -39,11 +44,14 @@ def grow(
         new = [place for place, node in enumerate(frontier) if node not in asked]
         if not drafted and not new:
             break
+        proposals = []
         for proposer in proposers:
-            places = new if proposer.free else list(range(drafted))
-            if places:
-                nodes = [frontier[place] for place in places]
-                graph.extend(nodes, scores[places], *proposer.propose(graph, nodes), proposer.source)
+            if places := new if proposer.free else list(range(drafted)):
+                children = proposer.propose(graph, [frontier[place] for place in places])
+                proposals.append(Proposal(proposer.source, places, *children))
+        for one in proposals if pool is None else pool.weigh(graph, frontier, proposals):
+            nodes = [frontier[place] for place in one.places]
+            graph.extend(nodes, scores[one.places], one.tokens, one.chances, one.source)
         asked.update(frontier)
         graph.close(frontier[:drafted])
         tree = graph.unroll(floor=floor)
