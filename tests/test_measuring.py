@@ -146,7 +146,7 @@ def test_measuring_finds_what_passes_take() -> None:
         for context in (128, 500, 1024, 4000):
             expected = [engine.seconds(nodes, context) for nodes in range(1, 65)]
             assert curve.prices(context)[1:].tolist() == pytest.approx(expected)
-    assert found.took <= 1.1 * SECONDS
+    assert found.took <= 2 * SECONDS
     assert (target.text, target.scratch, draft.text, draft.scratch) == ([], 0, [], 0)
 
 
@@ -160,14 +160,14 @@ def test_a_busy_machine_hardly_changes_what_is_found() -> None:
     for engine, curve in ((target, found.target), (draft, found.draft)):
         assert curve is not None and len(curve.nodes) == 12
         slower = curve.prices(0)[1:] / [engine.seconds(nodes, 0) for nodes in range(1, 65)]
-        assert slower.min() > 1.15 and slower.max() < 1.6
+        assert slower.min() > 1.15 and slower.max() < 1.7
 
 
 def test_passes_that_never_pay_are_not_timed() -> None:
     clock = FakeClock()
     target = FakeEngine(clock, 0.02, 0.01)  # a CPU: nodes are dear
     found = measure(subjects(clock, target), window=4096)
-    assert found.target.nodes == (1, 2, 3, 4, 5, 6, 7, 8) and found.draft is None and found.took <= 1.5 * SECONDS
+    assert found.target.nodes == (1, 2, 3, 4, 5, 6, 7, 8) and found.draft is None and found.took <= 2 * SECONDS
 
 
 def test_a_slow_model_is_measured_once_behind_a_short_text() -> None:
