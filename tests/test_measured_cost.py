@@ -201,6 +201,14 @@ def test_a_model_that_cannot_be_measured_is_decoded_all_the_same(
 # Holding
 
 
+def new_watch() -> Watch:
+    """One that has been watching for long."""
+    clock = FakeClock()
+    watch = Watch(clock)
+    clock.now += PAUSE
+    return watch
+
+
 def fed(watch: Watch, ratio: float, steps: int = STEPS) -> None:
     for _ in range(steps):
         watch.add(0.01, 0.01 * ratio)
@@ -208,12 +216,12 @@ def fed(watch: Watch, ratio: float, steps: int = STEPS) -> None:
 
 def test_prices_that_are_off_for_fifty_steps_are_measured_again() -> None:
     for ratio in (1 + 1.2 * OFF, 1 - 1.2 * OFF):
-        watch = Watch(FakeClock())
+        watch = new_watch()
         fed(watch, ratio, STEPS - 1)
         assert not watch.due
         fed(watch, ratio, 1)
         assert watch.due and watch.ratio == pytest.approx(ratio)
-    watch = Watch(FakeClock())
+    watch = new_watch()
     fed(watch, 1 + 0.8 * OFF, 4 * STEPS)
     assert not watch.due
     fed(watch, 3.0, STEPS)
@@ -234,6 +242,7 @@ def test_measuring_again_has_to_wait_some_minutes() -> None:
 def test_a_ratio_that_measuring_does_not_mend_is_the_usual_one() -> None:
     clock = FakeClock()
     watch = Watch(clock)
+    clock.now += PAUSE
     fed(watch, 1.6)
     assert watch.due
     watch.measured()

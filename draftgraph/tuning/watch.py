@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ from draftgraph.tuning.latency import MeasuredCost
 
 STEPS = 50  # that are judged together
 OFF = 0.25
-PAUSE = 600.0  # seconds between two measurements
+PAUSE = 300.0  # seconds between two measurements, and before the first: a short session does not wait for one
 
 
 class Watch:
@@ -27,7 +26,7 @@ class Watch:
         self._clock = clock
         self._off = False
         self._before: float | None = None  # the ratio that the last measurement was to mend
-        self._measured_at = -math.inf
+        self._measured_at = clock()
         self._stats: Stats | None = None
         self._seen: tuple[float, ...] = ()
         self._begin()
