@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
 
 from draftgraph.graph import ROOT, Floats, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
+from draftgraph.ranking import Ranking
 
 FinishReason = Literal["stop", "length"]
 
@@ -77,12 +79,30 @@ class Outputs:
         return tuple(self.scores) if self.keep_scores else None
 
 
+@dataclass
+class Scored:
+    """What the target said at the nodes of a tree."""
+
+    logits: Tensor  # [nodes, vocabulary]
+    ranking: Ranking | None = None  # where it has been read already
+
+    @cached_property
+    def best(self) -> list[int]:
+        """The argmax of every node, in one read."""
+        return self.logits.argmax(dim=-1).tolist() if self.ranking is None else self.ranking.best(self.logits)
+
+    def finite(self, nodes: list[int]) -> bool:
+        if self.ranking is not None:
+            return bool(self.ranking.finite[nodes].all())
+        return bool(torch.isfinite(self.logits[nodes].amax(dim=-1)).all())
+
+
 class Chooser(Protocol):
     """Walks a verified tree token by token."""
 
     outputs: Outputs
 
-    def tokens(self, tree: TokenTree, logits: Tensor, prefix: Prefix) -> Iterator[int]:
+    def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
         """The target's token at the root, then at the child of that token, for as long as there is one."""
 
 
@@ -94,12 +114,11 @@ class KeyedChooser:
     noise: KeyedNoise | None  # None: greedy
     outputs: Outputs = field(default_factory=Outputs)
 
-    def tokens(self, tree: TokenTree, logits: Tensor, prefix: Prefix) -> Iterator[int]:
+    def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
         node: int | None = ROOT
         plain = self.noise is None and not self.processors and not self.outputs.wanted
-        best = logits.float().argmax(dim=-1).tolist() if plain else []  # one read for the whole tree
         while node is not None:
-            token = best[node] if plain else self.choose(logits[node], prefix)
+            token = scored.best[node] if plain else self.choose(scored.logits[node], prefix)
             yield token
             node = tree.child(node, token)
 
@@ -130,9 +149,9 @@ class RejectionChooser:
     drafted: dict[int, Tensor]  # graph node -> the draft's logits there
     outputs: Outputs = field(default_factory=Outputs)
 
-    def tokens(self, tree: TokenTree, logits: Tensor, prefix: Prefix) -> Iterator[int]:
+    def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
         for node in range(len(tree)):
-            raw, processed = process(self.processors, logits[node], prefix)
+            raw, processed = process(self.processors, scored.logits[node], prefix)
             p = torch.softmax(processed[0].double(), dim=-1)
             drafted = int(tree.tokens[node + 1]) if node + 1 < len(tree) else None
             token = self.choose(p, int(tree.nodes[node]), drafted, prefix.position)
@@ -199,12 +218,12 @@ class Walk:
         return [ROOT, *self.path][: len(self.tokens)]
 
 
-def walk(tree: TokenTree, logits: Tensor, chooser: Chooser, prefix: Prefix, criteria: StoppingCriteriaList) -> Walk:
+def walk(tree: TokenTree, scored: Scored, chooser: Chooser, prefix: Prefix, criteria: StoppingCriteriaList) -> Walk:
     """Follows the target's choices from the root; the first one that is no child is the bonus token."""
     path: list[int] = []
     tokens: list[int] = []
     node = ROOT
-    for token in chooser.tokens(tree, logits, prefix):
+    for token in chooser.tokens(tree, scored, prefix):
         tokens.append(token)
         prefix.append(token)
         child = tree.child(node, token)

@@ -131,6 +131,20 @@ class DraftBudget:
         return chosen
 
 
+def levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int) -> int:
+    """How many levels of this width, all drafted before the first is seen, give the most expected tokens for their
+    cost: none if plain decoding gives more."""
+    if most < 1:
+        return 0
+    fitting = [place for place, size in enumerate(SIZES) if size < nodes]
+    checked = cost.of_pass(np.array([1 + SIZES[place] for place in fitting]))
+    levels = np.arange(1, most + 1)[:, None]
+    tokens = 1.0 + gains_below(round(20 * hit) / 20, most)[:, fitting]
+    rates = tokens / (levels * cost.of_level(np.array([width])) + checked)  # [levels, sizes]
+    plain = 1.0 / float(cost.of_pass(np.array([1]))[0])
+    return int(rates.max(axis=1).argmax()) + 1 if rates.size and rates.max() > plain else 0
+
+
 SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # of levels, and of what is put below one node
 
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
+from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Scored, Walk, walk
 from draftgraph.config import GraphConfig
-from draftgraph.cost import DraftBudget, FlatCost, HitRate, nodes_worth_checking
+from draftgraph.cost import DraftBudget, FlatCost, HitRate, levels_ahead, nodes_worth_checking
 from draftgraph.drafting import Proposer, grow
 from draftgraph.drafting.calibration import Calibration
+from draftgraph.drafting.device import WIDTH, DeviceDraft
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
 from draftgraph.drafting.pool import Pool
-from draftgraph.drafting.recycle import Ranking, RecycleProposer
+from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.engine.runner import Engine, common_prefix
 from draftgraph.engine.selfcheck import checked_engine
+from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.fields import setting
 from draftgraph.generation import Request, prepare, unpadded_rows
@@ -64,26 +67,27 @@ class Decoding:
 
         sample = row % (request.config.num_return_sequences or 1)
         self.noise = KeyedNoise(seed, sample) if request.samples else None
-        self.draft = decoder.draft_proposer(self.config) if config.drafts else None
+        self.draft = decoder.draft_proposer(self.config, request.eos_ids) if config.drafts else None
         self.chooser = self._chooser()
-        self.proposers: list[Proposer] = []
+        self.memories: list[Proposer] = []
         if config.copies or (config.drafts and self.draft is None):
-            self.proposers.append(SuffixProposer(self.config.k))
+            self.memories.append(SuffixProposer(self.config.k))
         self.recycled = None
         if config.mode == "auto":
             self.recycled = RecycleProposer(self.config.k, self.chooser.perturb(request.temperature))
-            self.proposers.append(self.recycled)
+            self.memories.append(self.recycled)
         if self.draft is not None:
             self.draft.perturb = self.chooser.perturb(request.temperature)
-            self.proposers.append(self.draft)
+        self.proposers = [*self.memories, *([self.draft] if self.draft else [])]
         self.pool = Pool(self.config.k, decoder.calibrations[request.samples])
+        self.cost = self.pricing.at(len(self.text), self.stats)
         self._prefill(reuse_cache)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
         processors, temperature = self.request.processors, self.request.temperature
         if self.config.verification == "rejection" and self.noise is not None:
             drafted = {}
-            if self.draft is not None:
+            if isinstance(self.draft, ModelProposer):
                 self.draft.keep_logits, drafted = True, self.draft.logits
             return RejectionChooser(processors, self.noise, temperature, drafted, self.outputs)
         return KeyedChooser(processors, self.noise, self.outputs)
@@ -100,6 +104,20 @@ class Decoding:
             self.target.prefill(self.text[len(self.target.text) : -1], chunk, self.text[-1])
             if self.draft is not None:
                 self.draft.catch_up(self.text, chunk)
+            self.begin(self.proposers)
+
+    def begin(self, proposers: Sequence[Proposer]) -> None:
+        """The next step starts at the end of the text. A draft on a device of its own sets off at once."""
+        if isinstance(self.draft, DeviceDraft) and self.draft in proposers:
+            self.draft.levels = self._levels_ahead(self.draft.width)
+        for proposer in proposers:
+            proposer.begin(self.text)
+
+    def _levels_ahead(self, width: int) -> int:
+        depth = min(self.config.levels, self._depth_limit())
+        if self.config.mode != "auto":
+            return depth
+        return levels_ahead(self.cost, depth, width, self.decoder.hits.rate, self.config.nodes)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The tokens of every step, until a stop condition holds."""
@@ -116,51 +134,60 @@ class Decoding:
             with self.stats.clock("draft"):
                 graph, tree = self.grow()
             with self.stats.clock("verify"):
-                logits = self.verify(tree)
+                scored = self.verify(tree)
             with self.stats.clock("other"):
-                chosen = self.walk(tree, logits)
-                self.learn(graph, tree, logits, chosen)
-                return self.commit(graph, tree, chosen)
+                chosen = self.walk(tree, scored)
+                return self.commit(graph, tree, scored, chosen)
 
     def grow(self) -> tuple[TokenGraph, TokenTree]:
         """Grow, prune, merge and flatten: the graph behind the last token, and its unrolled view."""
         graph = TokenGraph(self.text[-1], self.config, self._depth_limit(), self.request.eos_ids)
-        for proposer in self.proposers:
-            proposer.begin(self.text)
         if self.config.mode != "auto":
             return graph, grow(graph, self.proposers)
-        cost = self.pricing.at(len(self.text), self.stats)
-        budget = DraftBudget(cost, graph.max_depth, self.decoder.hits.rate, graph.max_nodes) if self.draft else None
+        cost = self.cost = self.pricing.at(len(self.text), self.stats)
+        budget, spent = None, 0.0
+        if isinstance(self.draft, DeviceDraft):
+            spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
+        elif self.draft is not None:
+            budget = DraftBudget(cost, graph.max_depth, self.decoder.hits.rate, graph.max_nodes)
         self.pool.begin()
         tree = grow(graph, self.proposers, cost.floor(), budget, self.pool)
-        return graph, tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else 0.0))
+        return graph, tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else spent))
 
-    def verify(self, tree: TokenTree) -> Tensor:
-        """The target's logits at every node, in one pass. # [nodes, vocabulary]"""
-        return self.target.forward(tree.tokens, tree.depths, tree.mask)
+    def verify(self, tree: TokenTree) -> Scored:
+        """What the target says at every node, in one pass."""
+        logits = self.target.forward(tree.tokens, tree.depths, tree.mask)
+        return Scored(logits, self.target.rank(logits) if self.recycled is not None else None)
 
-    def walk(self, tree: TokenTree, logits: Tensor) -> Walk:
+    def walk(self, tree: TokenTree, scored: Scored) -> Walk:
         """The path that the target agrees with, and the token that it adds."""
-        chosen = walk(tree, logits, self.chooser, self.prefix, self.request.criteria)
-        if not self.request.may_be_invalid and not bool(torch.isfinite(logits[chosen.visited].amax(dim=-1)).all()):
+        chosen = walk(tree, scored, self.chooser, self.prefix, self.request.criteria)
+        if not self.request.may_be_invalid and not scored.finite(chosen.visited):
             raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
         return chosen
 
-    def learn(self, graph: TokenGraph, tree: TokenTree, logits: Tensor, chosen: Walk) -> None:
-        """Keeps what the target said, also at rejected nodes, and how well it had been foretold."""
-        if self.recycled is not None:
-            self.recycled.learn(tree, chosen.path, Ranking.of(logits))
-            self.pool.settle(graph, tree, chosen.visited, chosen.tokens)
-
-    def commit(self, graph: TokenGraph, tree: TokenTree, chosen: Walk) -> Step:
+    def commit(self, graph: TokenGraph, tree: TokenTree, scored: Scored, chosen: Walk) -> Step:
         """The accepted path becomes text in both caches; the rest is forgotten."""
         step = Step(len(self.text) - 1, graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         accepted = [0, *chosen.path]
         self.target.commit(accepted, tree.tokens[accepted].tolist())
-        for proposer in self.proposers:
-            proposer.commit(tree, chosen.path, graph)
         self.text.extend(chosen.tokens)
         self.finish_reason = chosen.finish_reason
+        if self.draft is not None:
+            self.draft.commit(tree, chosen.path, graph)
+            if self.finish_reason is None:
+                self.begin([self.draft])
+        self.learn(step, scored, chosen)
+        self.begin(self.memories)
+        return step
+
+    def learn(self, step: Step, scored: Scored, chosen: Walk) -> None:
+        """Keeps what the target said, also at rejected nodes, and how well it had been foretold."""
+        if self.recycled is not None and scored.ranking is not None:
+            self.recycled.learn(step.tree, chosen.path, scored.ranking)
+            self.pool.settle(step.graph, step.tree, chosen.visited, chosen.tokens)
+        for memory in self.memories:
+            memory.commit(step.tree, chosen.path, step.graph)
         if self.noise is not None:
             self.noise.forget_before(len(self.text))
         self.stats.count(step)
@@ -169,7 +196,6 @@ class Decoding:
             self.decoder.hits.count(step)
         if self.decoder.observer is not None:
             self.decoder.observer(step)
-        return step
 
     def _depth_limit(self) -> int:
         """No deeper than the text may still grow, nor across a change of the rotary embedding."""
@@ -216,6 +242,7 @@ class GraphDecoder:
         self.models = models
         self.calibrations = {samples: Calibration() for samples in (False, True)}  # noise makes other estimates
         self._running: Decoding | None = None
+        self._device_drafts: dict[tuple[int, int], DeviceDraft] = {}
         for model, engine in zip(models, (self.target_engine, self.draft_engine), strict=False):
             if engine is not None and not engine.branching:
                 name = type(unwrapped(model)).__name__
@@ -225,11 +252,20 @@ class GraphDecoder:
     def can_branch(self) -> bool:
         return self.target_engine.branching and (self.draft_engine is None or self.draft_engine.branching)
 
-    def draft_proposer(self, config: GraphConfig) -> ModelProposer | None:
+    def draft_proposer(self, config: GraphConfig, ends: frozenset[int]) -> ModelProposer | DeviceDraft | None:
         """The draft model as a source of edges, if there is one."""
-        if self.draft_engine is None:
+        engine = self.draft_engine
+        if engine is None:
             return None
-        return ModelProposer(self.draft_engine, self.draft_vocabulary, config.k)
+        on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
+        if not on_device or not isinstance(engine, StaticEngine):
+            return ModelProposer(engine, self.draft_vocabulary, config.k)
+        shape = (config.k, 1 if config.mode == "chain" else WIDTH)
+        if shape not in self._device_drafts:  # kept: recorded programs belong to them
+            self._device_drafts[shape] = DeviceDraft(engine, self.draft_vocabulary, *shape)
+        draft = self._device_drafts[shape]
+        draft.begin_text(ends)
+        return draft
 
     @property
     def vocabulary_size(self) -> int:

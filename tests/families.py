@@ -164,6 +164,6 @@ def perturbed(model: Any, amount: float = 0.15, seed: int = 1) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in draft.parameters():
-            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32).to(weight.dtype)
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32).to(weight)
             weight.add_(noise * weight.std(unbiased=False) * amount)
     return draft

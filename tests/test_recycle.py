@@ -16,9 +16,10 @@ from draftgraph import GraphConfig, GraphDecoder, TokenGraph, TokenTree
 from draftgraph.choose import DraftNoise
 from draftgraph.cost import FlatCost
 from draftgraph.drafting import grow
-from draftgraph.drafting.recycle import ALTERNATIVES, CONTEXTS, Ranking, RankingMemory, RecycleProposer
+from draftgraph.drafting.recycle import ALTERNATIVES, CONTEXTS, RankingMemory, RecycleProposer
 from draftgraph.graph import NO_TOKEN, ROOT
 from draftgraph.noise import CHOICE, KeyedNoise
+from draftgraph.ranking import Ranking
 
 FREE = GraphConfig(cost=FlatCost())
 STYLES: dict[str, dict[str, Any]] = {

@@ -115,7 +115,7 @@ def test_other_weights_are_noticed() -> None:
 
 def drafter(model: Any, ends: frozenset[int] = frozenset(), k: int = 4) -> DeviceDraft:
     draft = DeviceDraft(StaticEngine(model), DraftVocabulary(model, VOCAB), k)
-    draft.stop_at(ends)
+    draft.begin_text(ends)
     return draft
 
 

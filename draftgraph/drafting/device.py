@@ -48,12 +48,12 @@ class LevelProgram:
     def __init__(self, draft: DeviceDraft, new_tokens: int, levels: int, sampled: bool) -> None:
         self.draft, self.levels, self.sampled = draft, levels, sampled
         device = draft.engine.device
-        expansions = (levels - 1) * WIDTH
+        self.width = draft.width
+        expansions = (levels - 1) * self.width
         self.words = max(1, -(-expansions // WORD))
         self.text = PassData(new_tokens, max(1, new_tokens // WORD), device)
         self.size = draft.k * (1 + expansions)
         whole = partial(torch.zeros, dtype=torch.long, device=device)
-        self.last = whole(1)  # the root's place among the new tokens
         self.key = whole(1)  # of the noise
         self.temperature = torch.zeros(1, dtype=torch.float64, device=device)
         self.tokens, self.parents = whole(self.size), whole(self.size)
@@ -65,7 +65,13 @@ class LevelProgram:
         self.scratch_positions = whole(1, self.words * WORD)
         self.causal = causal_words(new_tokens, self.text.words)
         self.own_bits = own_bits(expansions, self.words).to(device)
+        self._write_aside(draft.engine.capacity)
         self.run = Captured(self._compute, device)
+
+    def _write_aside(self, capacity: int) -> None:
+        """Recording must not write over the text."""
+        self.text.slots.copy_(torch.arange(capacity - self.text.width, capacity))
+        self.text.graph.lengths.fill_(capacity - 1 - len(self.expanded))
 
     def tell(self, unread: list[int], length: int, capacity: int, noise: Any) -> None:
         """New tokens behind a text of this length, and the noise of sampled text."""
@@ -77,8 +83,8 @@ class LevelProgram:
         host["length"][:] = length
         host["ancestors"][:] = self.causal
         host["scratch_positions"][:width] = length + np.arange(width)
+        host["last"][:] = count - 1
         self.text.send()
-        self.last.fill_(count - 1)
         if noise is not None:
             self.key.fill_(signed(noise.noise.stream_key(noise.stream)))
             self.temperature.fill_(noise.temperature)
@@ -87,7 +93,7 @@ class LevelProgram:
         """Waits for a run."""
         found, k = result.cpu().numpy(), self.draft.k
         tokens, scores = found[: 2 * self.size].reshape(2, -1, k)
-        expanded = found[2 * self.size :].astype(np.int64)[: (self.levels - 1) * WIDTH]
+        expanded = found[2 * self.size :].astype(np.int64)[: (self.levels - 1) * self.width]
         paths = np.concatenate([[0.0], scores.ravel()[expanded]])[:, None]  # of the expanded nodes themselves
         with np.errstate(invalid="ignore"):  # a node that is none has children that are none
             probs = np.nan_to_num(np.exp(scores - paths))
@@ -97,19 +103,19 @@ class LevelProgram:
     def _compute(self) -> Tensor:
         text, draft = self.text, self.draft
         self.open.fill_(-torch.inf)
-        length = text.graph.lengths + self.last + 1  # of the text with its new tokens
+        length = text.graph.lengths + text.last + 1  # of the text with its new tokens
         logits = draft.engine.graph_pass(text.tokens, text.positions, text.slots, text.graph)
         root = torch.zeros(1, dtype=torch.long, device=length.device)
-        self._propose(0, logits.index_select(0, self.last), root.float(), root, length)
+        self._propose(0, logits.index_select(0, text.last), root.float(), root, length)
         for level in range(self.levels - 1):
             self._expand(level, length)
         results = (self.tokens, self.scores, self.expanded)
         return torch.cat([part.double() for part in results])
 
     def _expand(self, level: int, length: Tensor) -> None:
-        scores, chosen = torch.topk(self.open, WIDTH)
+        scores, chosen = torch.topk(self.open, self.width)
         self.open.index_fill_(0, chosen, -torch.inf)
-        here = slice(level * WIDTH, (level + 1) * WIDTH)
+        here = slice(level * self.width, (level + 1) * self.width)
         rows = slice(1 + here.start, 1 + here.stop)
         self.expanded[here] = chosen.where(scores > -torch.inf, -1)  # -1: nothing was open any more
         above = self.parents[chosen]
@@ -122,7 +128,7 @@ class LevelProgram:
         tokens = self.tokens[chosen].clamp(max=self.draft.readable - 1)
         logits = self.draft.engine.graph_pass(tokens[None], positions[None], slots, graph)
         numbers = torch.arange(rows.start, rows.stop, device=length.device)
-        self._propose(1 + level * WIDTH, logits, scores, numbers, positions + 1)
+        self._propose(1 + level * self.width, logits, scores, numbers, positions + 1)
 
     def _propose(self, first: int, logits: Tensor, scores: Tensor, parents: Tensor, positions: Tensor) -> None:
         """The children of expanded nodes; `first` of all expansions is the first of these."""
@@ -145,8 +151,8 @@ class DeviceDraft:
     source: Source = "draft"
     free = True  # to ask, once it has begun
 
-    def __init__(self, engine: StaticEngine, vocabulary: DraftVocabulary, k: int) -> None:
-        self.engine, self.k = engine, k
+    def __init__(self, engine: StaticEngine, vocabulary: DraftVocabulary, k: int, width: int = WIDTH) -> None:
+        self.engine, self.width = engine, width
         self.levels = 8
         self.perturb: Any = None  # a `DraftNoise`, for sampled text
         self.passes = self.tokens_fed = 0
@@ -155,6 +161,7 @@ class DeviceDraft:
         device, size = engine.device, vocabulary.target_size
         written = vocabulary.written
         self.written = (torch.arange(size) if written is None else written).to(device)
+        self.k = min(k, len(self.written))
         self.is_end = torch.zeros(max(size, int(self.written.max()) + 1), dtype=torch.bool, device=device)
         self._programs: dict[tuple[int, int, bool], LevelProgram] = {}
         self._started: tuple[LevelProgram, Tensor] | None = None
@@ -162,8 +169,9 @@ class DeviceDraft:
         self._nodes: DraftedNodes | None = None
         self._places: dict[int, int] = {}  # graph node -> drafted node
 
-    def stop_at(self, ends: frozenset[int]) -> None:
-        """Nothing is drafted behind these tokens."""
+    def begin_text(self, ends: frozenset[int]) -> None:
+        """For another text: counts from nothing, and drafts nothing behind these tokens."""
+        self.passes = self.tokens_fed = 0
         self.is_end.fill_(False)
         self.is_end[[end for end in ends if end < len(self.is_end)]] = True
 
@@ -183,14 +191,14 @@ class DeviceDraft:
         if len(unread) > NEW_TOKENS[-1]:
             engine.prefill(unread[: -NEW_TOKENS[0]])
             unread = unread[-NEW_TOKENS[0] :]
-        engine.reserve(len(text) + self.levels * WIDTH)
+        engine.reserve(len(text) + self.levels * self.width)
         width = next(width for width in NEW_TOKENS if len(unread) <= width)
         program = self._program(width, self.levels)
         program.tell(unread, len(engine.text), engine.capacity, self.perturb)
         self._started = program, program.run()
         engine.text.extend(unread)
         self.passes += self.levels
-        self.tokens_fed += len(unread) + (self.levels - 1) * WIDTH
+        self.tokens_fed += len(unread) + (self.levels - 1) * self.width
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         tokens, probs = np.full((len(frontier), self.k), NO_TOKEN), np.zeros((len(frontier), self.k))

@@ -76,7 +76,7 @@ class ModelProposer:
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         logits = self._vocabulary.to_target(self._fed(graph, frontier)).float()
         if self.keep_logits:
-            self.logits.update(zip(frontier, logits, strict=True))
+            self.logits.update(zip(frontier, logits.clone(), strict=True))
         if self.perturb is not None:
             positions = len(self._text) + np.array([graph.depths[node] for node in frontier])
             logits = self.perturb(logits, positions)
@@ -105,7 +105,7 @@ class ModelProposer:
         at_root = self._feed_root()
         below = [node for node in frontier if node != ROOT]
         at_root = at_root[: len(frontier) - len(below)]
-        return torch.cat([at_root, self._feed(graph, below)]) if below else at_root
+        return torch.cat([at_root.clone(), self._feed(graph, below)]) if below else at_root
 
     def _feed_root(self) -> Tensor:
         missing = np.array(self._text[len(self._text) - self._lacking :])

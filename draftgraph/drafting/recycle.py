@@ -6,23 +6,19 @@ The rest is kept for the places where the same tokens stand again (Luo et al., 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.ranking import Ranking
 
-KEPT = 16  # tokens of a node; noise may put any of them first
 ROWS = 8192  # nodes that are remembered
 ALTERNATIVES = 4  # proposed behind a node
 # How much of the target's probability behind the same 3, 2 or 1 tokens holds at another place: counted at 1,000 places
 # in a 135M model's answers, greedy and at temperature 0.7. Four tokens say no more than three.
 TRUST = {3: 0.93, 2: 0.87, 1: 0.6}
 CONTEXTS = tuple(TRUST)  # the longest match first
-HUGE = 1e30  # for logits that are no numbers
 Context = tuple[int, ...]
 
 
@@ -30,20 +26,6 @@ class NoiseOf(Protocol):
     """The noise of tokens [nodes, kept] at the positions of their nodes, scaled for logits."""
 
     def of(self, tokens: Ints, positions: Ints) -> Floats: ...
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """The target's best tokens at each node of a tree, best first."""
-
-    tokens: Ints  # [nodes, kept]
-    logits: Floats
-
-    @classmethod
-    def of(cls, logits: Tensor, kept: int = KEPT) -> Ranking:
-        best = torch.topk(logits, min(kept, logits.shape[-1]))
-        values = np.nan_to_num(best.values.double().cpu().numpy(), nan=-HUGE, posinf=HUGE, neginf=-HUGE)
-        return cls(best.indices.cpu().numpy(), values)
 
 
 class RankingMemory:
@@ -65,6 +47,7 @@ class RankingMemory:
         if not self._tokens.shape[1]:
             kept = ranking.tokens.shape[1]
             self._tokens, self._logits = np.zeros((self.rows, kept), dtype=np.int64), np.zeros((self.rows, kept))
+        logits = ranking.usable
         for place, context in enumerate(contexts):
             row, self._next = self._next, (self._next + 1) % self.rows
             for outdated in self._contexts[row]:
@@ -72,7 +55,7 @@ class RankingMemory:
                     del self._row_of[outdated]
             self._contexts[row] = [context[-length:] for length in CONTEXTS if length <= len(context)]
             self._row_of.update(dict.fromkeys(self._contexts[row], row))
-            self._tokens[row], self._logits[row] = ranking.tokens[place], ranking.logits[place]
+            self._tokens[row], self._logits[row] = ranking.tokens[place], logits[place]
 
     def find(self, context: Context) -> tuple[int, int] | None:
         """The row of the longest known suffix of a context, and its length."""

@@ -17,6 +17,15 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return reference(logits, k)
 
 
+def best_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same, with the logits themselves."""
+    k = min(k, logits.shape[-1])
+    if logits.is_cuda and logits.dtype != torch.float64 and (kernel := best_kernel()) is not None:
+        return kernel.best_tokens(logits, k, normalised=False)  # type: ignore[no-any-return]
+    best = torch.topk(logits, k)
+    return best.indices, best.values
+
+
 def reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best = torch.topk(torch.log_softmax(logits.float(), dim=-1), k)
     return best.indices, best.values

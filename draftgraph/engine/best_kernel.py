@@ -30,15 +30,17 @@ def _search(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    values, places, sums, tokens, scores, k, parts, found: tl.constexpr, pieces: tl.constexpr
+    values, places, sums, tokens, scores, k, parts, found: tl.constexpr, pieces: tl.constexpr, normalised: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     index, piece = tl.arange(0, found), tl.arange(0, pieces)
     value = tl.load(values + row * parts * k + index, mask=index < parts * k, other=-float("inf"))
-    highest = tl.max(value, axis=0)
-    first = tl.load(values + (row * parts + piece) * k, mask=piece < parts, other=-float("inf"))
-    weight = tl.load(sums + row * parts + piece, mask=piece < parts, other=0.0)
-    total = highest + tl.log(tl.sum(tl.exp(first - highest) * weight, axis=0))
+    total = 0.0
+    if normalised:
+        highest = tl.max(value, axis=0)
+        first = tl.load(values + (row * parts + piece) * k, mask=piece < parts, other=-float("inf"))
+        weight = tl.load(sums + row * parts + piece, mask=piece < parts, other=0.0)
+        total = highest + tl.log(tl.sum(tl.exp(first - highest) * weight, axis=0))
     for rank in range(k):
         best, place = tl.max(value, axis=0, return_indices=True)
         tl.store(scores + row * k + rank, best - total)
@@ -46,7 +48,7 @@ def _join(  # type: ignore[no-untyped-def]
         value = tl.where(index == place, -float("inf"), value)
 
 
-def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best_tokens(logits: Tensor, k: int, normalised: bool = True) -> tuple[Tensor, Tensor]:
     rows, columns = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     parts = triton.cdiv(columns, PART)
@@ -62,5 +64,5 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     scores = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
     _search[(rows, parts)](logits, logits.stride(0), columns, values, places, sums, k, parts, part=PART, num_warps=4)
     found, pieces = triton.next_power_of_2(parts * k), triton.next_power_of_2(parts)
-    _join[(rows,)](values, places, sums, tokens, scores, k, parts, found=found, pieces=pieces, num_warps=4)
+    _join[(rows,)](values, places, sums, tokens, scores, k, parts, found, pieces, normalised, num_warps=4)
     return tokens, scores

@@ -15,6 +15,7 @@ from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.graph import Bools, Ints
+from draftgraph.ranking import Ranking
 
 PREFILL_CHUNK = 2048
 
@@ -36,6 +37,8 @@ class Engine(Protocol):
     def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None: ...
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor: ...
+
+    def rank(self, logits: Tensor) -> Ranking: ...
 
     def commit(self, slots: list[int], tokens: list[int]) -> None: ...
 
@@ -106,6 +109,10 @@ class EagerEngine:
         sequential = self.scratch + np.arange(len(tokens))
         is_chain = bool((depths == sequential).all()) and bool(visible.sum() == (sequential + 1).sum())
         return self._run(tokens.tolist(), depths.tolist(), None if is_chain else visible)
+
+    def rank(self, logits: Tensor) -> Ranking:
+        """The best tokens of the last pass, whose logits are these."""
+        return Ranking.of(logits)
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
         """Keeps the scratch slots of an accepted path as text; everything else of the scratch is forgotten."""

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ROWS = 128
+SHARED_BYTES = 200 << 10  # of a multiprocessor, for what is loaded ahead
 
 
 class Tiling(NamedTuple):
@@ -81,10 +82,13 @@ def skinny_linear(given: Tensor, weight: Tensor, bias: Tensor | None, tiling: Ti
     splits = tiling.splits
     parts = torch.empty((splits, rows, outputs), dtype=torch.float32, device=given.device) if splits > 1 else out
     grid = (triton.cdiv(outputs, tiling.outputs), splits)
+    most_rows = max(16, triton.next_power_of_2(rows))
+    ahead = SHARED_BYTES // ((most_rows + tiling.outputs) * tiling.inputs * weight.element_size())
     _product[grid](
         given, weight, bias, out, parts, rows, outputs, inputs, given.stride(0), weight.stride(0),
-        most_rows=max(16, triton.next_power_of_2(rows)), tile=tiling.outputs, step=tiling.inputs, splits=splits,
-        whole=inputs % (tiling.inputs * splits) == 0, num_warps=tiling.warps, num_stages=tiling.stages,
+        most_rows=most_rows, tile=tiling.outputs, step=tiling.inputs, splits=splits,
+        whole=inputs % (tiling.inputs * splits) == 0, num_warps=tiling.warps,
+        num_stages=max(1, min(tiling.stages, ahead)),
     )  # fmt: skip
     if splits > 1:
         count = rows * outputs

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured
+from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.graph_attention import NAME, WORD, GraphPass
 from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import adapters
@@ -24,8 +25,10 @@ from draftgraph.engine.runner import PREFILL_CHUNK
 from draftgraph.engine.static_cache import StaticCache
 from draftgraph.errors import UnsupportedModelError
 from draftgraph.graph import Bools, Ints
+from draftgraph.ranking import Ranking, packed
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of a pass; between them, nodes that nobody looks at fill it up
+MOVES = 16  # accepted nodes that a pass can put in their places
 SMALLEST_CAPACITY = 1024  # slots; doubled when a text outgrows them, which costs new captures
 
 
@@ -39,6 +42,9 @@ class PassData:
             "positions": width,
             "slots": width,
             "length": 1,
+            "last": 1,
+            "moved_from": MOVES,
+            "moved_to": MOVES,
             "ancestors": width * words,
             "scratch_positions": WORD * words,
         }
@@ -51,6 +57,8 @@ class PassData:
         self.host = {name: numbers[place] for name, place in places.items()}
         parts = {name: self._device[place] for name, place in places.items()}
         self.tokens, self.positions, self.slots = parts["tokens"][None], parts["positions"][None], parts["slots"]
+        self.last = parts["last"]  # the place of the last token, where the nodes are text
+        self.moves = parts["moved_from"], parts["moved_to"]  # slots of accepted nodes, before anything else
         self.graph = GraphPass(
             parts["length"],
             parts["ancestors"].view(1, width, words),
@@ -66,18 +74,22 @@ class StaticEngine:
     """An `Engine`: committed text, nodes scored over it, commits; see `EagerEngine` for what each method means."""
 
     branching = True
+    widths = WIDTHS
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._moves: list[tuple[int, int]] = []  # of accepted nodes, left to the next pass
         self.text: list[int] = []
         self.scratch = 0
         self.capacity = 0
         self._scratch_positions = np.zeros(0, dtype=np.int64)
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self._configs = list(configs.values())
+        grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
+        self._experts = {} if grouped else {"_experts_implementation": "batched_mm"}
         self._passes: dict[tuple[int, int], tuple[PassData, Captured]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._linears = NarrowLinears(model)
+        self._linears, self._fusions = NarrowLinears(model), Fusions(model)
         self._state = self._fingerprint()
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
@@ -93,7 +105,7 @@ class StaticEngine:
         known, self._state = self._state, self._fingerprint()
         if known != self._state:  # captured passes would read weights that are no longer the model's
             self._passes.clear()
-            self._linears = NarrowLinears(self.model)
+            self._linears, self._fusions = NarrowLinears(self.model), Fusions(self.model)
         if not reuse or known != self._state:
             self.rewind(0)
 
@@ -101,6 +113,7 @@ class StaticEngine:
         needed = capacity + WIDTHS[-1]  # behind the text: nodes, and where those write that nobody looks at
         if needed <= self.capacity:
             return
+        self._settle()
         self.capacity = max(SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
         self._passes.clear()
         cache = StaticCache(self._like, self.capacity)
@@ -130,21 +143,23 @@ class StaticEngine:
         width = next(width for width in WIDTHS if len(tokens) <= width)
         data, run = self._passes.get((width, words)) or self._captured(width, words)
         fill(data, tokens, positions, visible, length, before, self.capacity)
+        self._hand_over_moves(data)
         data.send()
-        logits: Tensor = run()
+        logits, self._ranked = run()
+        self._moves = []
         self._scratch_positions = positions
         self.scratch = len(positions)
-        return logits[: len(tokens)]
+        return logits[: len(tokens)]  # type: ignore[no-any-return]
+
+    def rank(self, logits: Tensor) -> Ranking:
+        whole = len(logits) <= WIDTHS[-1]
+        return Ranking.read(self._ranked[: len(logits)]) if whole else Ranking.of(logits)
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
+        """Accepted nodes are put in their places by the next pass: it is launched anyway."""
+        self._settle()
         start = len(self.text)
-        kept = next((place for place, slot in enumerate(slots) if slot != place), len(slots))
-        if kept < len(slots):
-            places = torch.tensor([slots[kept:], range(kept, len(slots))])
-            if self.device.type == "cuda":
-                places = places.pin_memory()
-            moved = start + places.to(self.device, non_blocking=True)
-            self.slots.move(moved[0], moved[1])
+        self._moves = [(start + slot, start + place) for place, slot in enumerate(slots) if slot != place]
         self.text.extend(tokens)
         self.scratch = 0
 
@@ -152,14 +167,31 @@ class StaticEngine:
         self.scratch = scratch
 
     def rewind(self, length: int) -> None:
+        self._settle()
         del self.text[length:]
         self.scratch = 0
 
     def depth_limit(self, root: int) -> int | None:
         return None
 
+    def _hand_over_moves(self, data: PassData) -> None:
+        """Places that nothing is moved to copy the last slot onto itself."""
+        if len(self._moves) > MOVES:
+            self._settle()
+        for name, column in (("moved_from", 0), ("moved_to", 1)):
+            data.host[name][:] = self.capacity - 1
+            data.host[name][: len(self._moves)] = [move[column] for move in self._moves]
+
+    def _settle(self) -> None:
+        """Moves now, where no pass follows that could."""
+        if self._moves:
+            places = torch.tensor(self._moves, device=self.device)
+            self.slots.move(places[:, 0], places[:, 1])
+            self._moves = []
+
     def _read(self, tokens: list[int]) -> None:
         """A pass over text, as `transformers` makes it."""
+        self._settle()
         start, end = len(self.text), len(self.text) + len(tokens)
         positions = torch.arange(start, end, device=self.device)
         self.slots.slots, self.slots.length, self.slots.shown = positions, start, end
@@ -169,9 +201,13 @@ class StaticEngine:
         data = PassData(width, words, self.device)
         data.graph.ancestors.fill_(1)
 
-        def compute() -> Tensor:
-            return self.graph_pass(data.tokens, data.positions, data.slots, data.graph)
+        def compute() -> tuple[Tensor, Tensor]:
+            self.slots.move(*data.moves)
+            logits = self.graph_pass(data.tokens, data.positions, data.slots, data.graph)
+            return logits, packed(logits)
 
+        for moves in data.moves:
+            moves.fill_(self.capacity - 1)
         data.slots.copy_(torch.arange(self.capacity - width, self.capacity))  # recording must not write over the text
         self._passes[width, words] = data, Captured(compute, self.device, self._pool)
         return self._passes[width, words]
@@ -179,7 +215,8 @@ class StaticEngine:
     def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, graph: GraphPass) -> Tensor:
         """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured."""
         self.slots.slots, self.slots.shown = slots, None
-        return self._model_pass(tokens, positions, self.slots, graph_pass=graph)
+        with self._fusions.borrowed():
+            return self._model_pass(tokens, positions, self.slots, graph_pass=graph)
 
     def _model_pass(self, tokens: Tensor, positions: Tensor, cache: Any, **more: Any) -> Tensor:
         with self._attention(), self._linears.borrowed(tokens.shape[1]):
@@ -195,15 +232,16 @@ class StaticEngine:
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
-        """Our attention, in place of the one that the user chose."""
-        before = [(config, getattr(config, "_attn_implementation", None)) for config in self._configs]
+        """Our attention, in place of the one that the user chose, and experts that can be captured."""
+        ours = {"_attn_implementation": NAME} | self._experts
+        before = [(config, name, getattr(config, name, None)) for config in self._configs for name in ours]
         try:
-            for config, _ in before:
-                config._attn_implementation_internal = NAME
+            for config, name, _ in before:
+                setattr(config, f"{name}_internal", ours[name])
             yield
         finally:
-            for config, name in before:
-                config._attn_implementation_internal = name
+            for config, name, value in before:
+                setattr(config, f"{name}_internal", value)
 
     @torch.no_grad()
     def _probe(self) -> SlotCache:
