@@ -1,31 +1,33 @@
-"""Measures: how good a draft is for a target.
+"""Measures: how good a draft is for a target, and how fast the modes are.
 
 >>> pair = draftgraph.load(draft="my-draft")                                    # doctest: +SKIP
 >>> draftgraph.bench.bench_draft(pair, {"sky": ["Why is the sky blue?"]})       # doctest: +SKIP
+>>> draftgraph.bench.bench_run(pair, {"sky": ["Why is the sky blue?"]}, "out")  # doctest: +SKIP
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftgraph.bench.draft import bench_draft
     from draftgraph.bench.inflation import Shape, inflate
     from draftgraph.bench.report import DraftReport
+    from draftgraph.bench.speed import bench_run
+    from draftgraph.bench.speed_report import SpeedReport
 
-__all__ = ["DraftReport", "Shape", "bench_draft", "inflate"]
+__all__ = ["DraftReport", "Shape", "SpeedReport", "bench_draft", "bench_run", "inflate"]
+_HOME = {
+    "DraftReport": "report",
+    "Shape": "inflation",
+    "SpeedReport": "speed_report",
+    "bench_draft": "draft",
+    "bench_run": "speed",
+    "inflate": "inflation",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: tasks and reports are read without torch."""
-    if name == "bench_draft":
-        from draftgraph.bench.draft import bench_draft
-
-        return bench_draft
-    if name == "DraftReport":
-        from draftgraph.bench.report import DraftReport
-
-        return DraftReport
-    if name in ("Shape", "inflate"):
-        from draftgraph.bench import inflation
-
-        return getattr(inflation, name)
+    if name in _HOME:
+        return getattr(import_module(f"draftgraph.bench.{_HOME[name]}"), name)
     raise AttributeError(f"module 'draftgraph.bench' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -107,14 +107,15 @@ class TargetAnswers:
         asked = [prompts, temperature, self.max_new_tokens, self.seed, sorted(self.stop_ids)]
         return hashlib.sha256(json.dumps(asked).encode() + said).hexdigest()
 
-    def refuse_past_window(self, task: str, prompts: list[list[int]]) -> None:
-        window = context_window(self.target)
-        for row, prompt in enumerate(prompts, start=1):
-            if window is not None and len(prompt) + self.max_new_tokens > window:
-                raise UsageError(
-                    f"prompt {row} of {task} has {len(prompt)} tokens, too many for {self.max_new_tokens} new ones "
-                    f"in the target's context window of {window}: shorten it, or ask for fewer new ones"
-                )
+
+def refuse_past_window(target: Any, task: str, prompts: list[list[int]], max_new_tokens: int) -> None:
+    window = context_window(target)
+    for row, prompt in enumerate(prompts, start=1):
+        if window is not None and len(prompt) + max_new_tokens > window:
+            raise UsageError(
+                f"prompt {row} of {task} has {len(prompt)} tokens, too many for {max_new_tokens} new ones "
+                f"in the target's context window of {window}: shorten it, or ask for fewer new ones"
+            )
 
 
 def kept(file: Path, answers: int) -> list[list[int]] | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftgraph.bench.answers import TargetAnswers
+from draftgraph.bench.answers import TargetAnswers, refuse_past_window
 from draftgraph.bench.replay import Replay, Replayed
 from draftgraph.bench.report import DraftReport, Row, Selection, StructureFigures, heat
 from draftgraph.bench.structures import STRUCTURES
@@ -41,7 +41,7 @@ def bench_draft(
     replay = Replay(pair.decoder, dict(structures), max_new_tokens, answers.stop_ids)
     encoded = {task: [encode(pair.tokenizer, prompt) for prompt in prompts] for task, prompts in tasks.items()}
     for task, ids in encoded.items():
-        answers.refuse_past_window(task, ids)
+        refuse_past_window(pair.target, task, ids, max_new_tokens)
     rows: list[Row] = []
     for temperature in temperatures:
         measured: dict[str, list[Replayed]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from draftgraph.config import GraphConfig
+from draftgraph.config import CHOICES, GraphConfig
 from draftgraph.errors import UsageError
 
 BEST_FIRST: dict[str, Any] = {"growth": "best-first", "k": 8, "theta_prob": 0.0, "theta_sib": 0.0, "max_depth": 8}
@@ -21,6 +21,7 @@ STRUCTURES: dict[str, GraphConfig] = {
     "graph-32": GraphConfig(mode="graph", max_nodes=32, **BEST_FIRST),
     "graph-64": GraphConfig(mode="graph", max_nodes=64, **BEST_FIRST),
 }
+MODES = ("off", "chain-4", "chain-8", "tree", "graph", "auto")  # that are timed if none are named
 
 
 def chosen(names: Sequence[str]) -> dict[str, GraphConfig]:
@@ -29,3 +30,20 @@ def chosen(names: Sequence[str]) -> dict[str, GraphConfig]:
         if name not in STRUCTURES:
             raise UsageError(f"there is no structure {name}: choose of {', '.join(STRUCTURES)}")
     return {name: STRUCTURES[name] for name in names or STRUCTURES}
+
+
+def mode_named(word: str) -> GraphConfig:
+    """A mode with its own settings, or with a size: levels of a chain, or verified nodes.
+
+    >>> mode_named("graph").theta_prob, mode_named("chain-6").chain_length, mode_named("tree-32").max_nodes
+    (0.2, 6, 32)
+    """
+    mode, dash, size = word.partition("-")
+    if mode not in CHOICES["mode"] or (dash and not size.isdecimal()) or word.startswith("off-"):
+        raise UsageError(f"there is no mode {word}: name auto, graph, tree, chain or off, or as in chain-6 and tree-64")
+    settings: dict[str, Any] = {"mode": mode}
+    if dash:
+        settings["chain_length" if mode == "chain" else "max_nodes"] = int(size)
+    if dash and mode in ("tree", "graph"):
+        settings |= BEST_FIRST
+    return GraphConfig(**settings)

@@ -12,6 +12,7 @@ import typer
 
 from draftgraph import __version__
 from draftgraph.cli.bench import app as bench
+from draftgraph.cli.bench_run import REPORT_OPTIONS, RUN_OPTIONS, report, run
 from draftgraph.cli.chat import chat
 from draftgraph.cli.command import register
 from draftgraph.cli.compare import compare
@@ -31,6 +32,8 @@ register(app, inspect, **INSPECT_DEFAULTS)
 register(app, distill, only=DISTILL_OPTIONS)
 register(app, tune, only=TUNE_OPTIONS)
 register(app, doctor, only=DOCTOR_OPTIONS)
+register(bench, run, only=RUN_OPTIONS)
+register(bench, report, only=REPORT_OPTIONS)
 app.add_typer(bench)
 
 

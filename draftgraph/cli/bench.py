@@ -1,8 +1,9 @@
-"""`draftgraph bench draft`: how good a draft model is for a target."""
+"""`draftgraph bench`: how good a draft model is for a target; `run` and `report` are in `bench_run.py`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from draftgraph.bench.report import MEAN, DraftReport
+from draftgraph.bench.report import Table as Titled
 from draftgraph.bench.structures import chosen
 from draftgraph.bench.tasks import read_tasks
 from draftgraph.cli.command import register
@@ -34,12 +36,8 @@ NewTokens = Annotated[int, option(TASKS, "Tokens of an answer at most", shown_ra
 Structures = Annotated[str | None, option(TASKS, "What to grow: chain-4, tree-64, ...; left out: all", "NAME,NAME")]
 Out = Annotated[str | None, option(OUTPUT, "Write results.json, results.md, plot.svg and plot.png there", "DIR")]
 
-app = typer.Typer(name="bench", help="Measure: how good a draft is for a target.", pretty_exceptions_enable=False)
-
-
-@app.callback()
-def bench() -> None:
-    """Keeps `draft` a command of its own while it is the only one."""
+HELP = "Measure: how fast the modes are, and how good a draft is for a target."
+app = typer.Typer(name="bench", help=HELP, pretty_exceptions_enable=False)
 
 
 def draft(
@@ -112,19 +110,23 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def show(report: DraftReport) -> None:
+    show_tables(report.tables(), report.explanation)
+
+
+def show_tables(tables: Iterable[Titled], explanation: str, no_wrap: bool = True) -> None:
     terminal = console()
     if not terminal.is_terminal:
         terminal.width = max(terminal.width, WIDTH)
-    for table in report.tables():
+    for table in tables:
         terminal.print(table.title, style="italic", soft_wrap=True)
         shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         shown.padding = 0  # all of it in 80 columns: the box leaves a space between them
         shown.add_column(table.header[0], overflow="fold", min_width=8)
         for name in table.header[1:]:
-            shown.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+            shown.add_column(name.replace(" ", "\n"), justify="right", no_wrap=no_wrap)
         for cells in table.lines:
             if cells[0] == MEAN:
                 shown.add_section()
             shown.add_row(*cells)
         terminal.print(shown, "")
-    terminal.print(report.explanation)
+    terminal.print(explanation)

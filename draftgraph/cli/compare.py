@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from draftgraph.bench.sameness import first_difference
 from draftgraph.cli.errors import FAILED, complain
 from draftgraph.cli.generate import Prompt, show_figures
 from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
@@ -116,13 +117,3 @@ def comparison_table(plain: Timed, chosen: Timed) -> Table:
     table.add_row("tokens per pass", *(f"{timed.tokens_per_pass:.2f}" for timed in (plain, chosen)))
     table.add_row("seconds", *(f"{median(timed.seconds):.2f}" for timed in (plain, chosen)))
     return table
-
-
-def first_difference(answers: list[list[int]]) -> int | None:
-    """The first place where answers are not all the same; None if they are."""
-    first = answers[0]
-    for other in answers[1:]:
-        if other != first:
-            pairs = zip(first, other, strict=False)
-            return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(first), len(other)))
-    return None

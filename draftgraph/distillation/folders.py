@@ -33,7 +33,7 @@ def claimed(folder: Path, option: str) -> Iterator[None]:
 
 
 @contextmanager
-def held_alone(folder: Path) -> Iterator[None]:
+def held_alone(folder: Path, command: str = "distill") -> Iterator[None]:
     """Refuses a folder that another run works in. The system frees the lock of a run that was killed."""
     from filelock import FileLock, Timeout
 
@@ -42,7 +42,7 @@ def held_alone(folder: Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except Timeout:
         raise UsageError(
-            f"another run of distill works in --out {folder}: wait for it, or name another folder"
+            f"another run of {command} works in --out {folder}: wait for it, or name another folder"
         ) from None
     except OSError:  # a file system without locks
         pass

@@ -1,0 +1,141 @@
+"""Measurements as JSON lines: appended one by one, so that a run that was stopped or killed goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from draftgraph.errors import UsageError
+
+FILE = "runs.jsonl"
+Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run or peer
+
+
+class Place(NamedTuple):
+    """One measurement among all."""
+
+    task: str
+    prompt: int
+    mode: str
+    repeat: int
+
+    @classmethod
+    def of(cls, run: Record) -> Place:
+        return cls(*(run[name] for name in cls._fields))
+
+
+def all_places(tasks: Mapping[str, Sequence[str]], modes: Sequence[str], repeats: int) -> list[Place]:
+    """All modes in turn for every prompt, and all prompts before any is repeated: a drifting machine hits all alike."""
+    longest = max(map(len, tasks.values()))
+    return [
+        Place(task, number, mode, repeat)
+        for repeat in range(repeats)
+        for number in range(longest)
+        for task, prompts in tasks.items()
+        if number < len(prompts)
+        for mode in modes
+    ]
+
+
+def read_records(folder: Path) -> list[Record]:
+    """What a folder holds, the configuration first."""
+    file = folder / FILE
+    try:
+        records = parsed(file, whole_lines(file.read_bytes()))
+    except OSError as error:
+        raise UsageError(f"there are no measurements in {folder}: name the --out folder of bench run") from error
+    if not of_kind(records, "run"):
+        raise UsageError(f"no measurement in {file} is finished: run bench run again")
+    return records
+
+
+def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+class Runs:
+    """The file of one configuration, open to be appended to."""
+
+    def __init__(self, folder: Path, configuration: Record) -> None:
+        file = folder / FILE
+        self._stream = file.open("r+b" if file.exists() else "x+b")
+        try:
+            kept = whole_lines(self._stream.read())
+            self.records = parsed(file, kept)
+            if self.records:
+                refuse_another(folder, self.records[0], configuration)
+        except BaseException:
+            self._stream.close()
+            raise
+        self._stream.truncate(len(kept))
+        self._stream.seek(len(kept))
+        if not self.records:
+            self.append("configuration", configuration)
+
+    def append(self, kind: str, record: Record) -> None:
+        """On disk when this returns."""
+        self.records.append({"kind": kind} | record)
+        self._stream.write(json.dumps(self.records[-1]).encode() + b"\n")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    @property
+    def measured(self) -> dict[Place, Record]:
+        return {Place.of(run): run for run in of_kind(self.records, "run")}
+
+    def refuse_other_prompts(self, tasks: Mapping[str, Sequence[str]]) -> None:
+        for run in of_kind(self.records, "run"):
+            prompts = tasks.get(run["task"], ())
+            if run["prompt"] < len(prompts) and run["prompt_digest"] != digest(prompts[run["prompt"]]):
+                raise UsageError(
+                    f"prompt {run['prompt'] + 1} of {run['task']} is not the one that was measured: name another --out"
+                )
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+
+
+def whole_lines(content: bytes) -> bytes:
+    """Without a last line that was being written when its run was killed."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def parsed(file: Path, content: bytes) -> list[Record]:
+    records: list[Record] = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            known = isinstance(record["kind"], str)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            known = False
+        if not known or (number == 1 and record["kind"] != "configuration"):
+            raise UsageError(f"{file}, line {number} is damaged: remove that line, or name another folder")
+        records.append(record)
+    return records
+
+
+def refuse_another(folder: Path, known: Record, configuration: Record) -> None:
+    for name, value in json.loads(json.dumps(configuration)).items():
+        if known.get(name) != value:
+            raise UsageError(
+                f"{folder} holds measurements with {name.replace('_', ' ')} {shown(known.get(name))}, "
+                f"not {shown(value)}: name another --out"
+            )
+
+
+def shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
+
+
+def digest(content: Any) -> str:
+    return sha256(json.dumps(content).encode()).hexdigest()[:16]

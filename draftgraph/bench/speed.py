@@ -1,0 +1,189 @@
+"""How fast modes are on this machine: answers to the prompts of tasks, timed in turns, kept one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as transformers_library
+
+from draftgraph import __version__
+from draftgraph.bench import peers
+from draftgraph.bench.answers import refuse_past_window
+from draftgraph.bench.draft import name_of
+from draftgraph.bench.inflation import inflate as inflated
+from draftgraph.bench.runs import Place, Record, Runs, all_places, digest, of_kind
+from draftgraph.bench.speed_report import SpeedReport, label_of
+from draftgraph.bench.stopwatch import Stopwatch
+from draftgraph.bench.structures import MODES, mode_named
+from draftgraph.distillation.folders import claimed, held_alone
+from draftgraph.errors import UsageError
+from draftgraph.models.progress import progress_bar
+from draftgraph.models.student import is_plain
+from draftgraph.pair import Pair
+from draftgraph.text import encode
+from draftgraph.tuning.machine import device_name
+
+MARKED = 64  # numbers of every weight by which a model is known again
+
+
+@dataclass
+class Deadline:
+    """Nothing is begun that would not be done in time, if it takes as long as the slowest so far."""
+
+    seconds: float | None
+
+    def __post_init__(self) -> None:
+        self._end = None if self.seconds is None else time.monotonic() + self.seconds
+        self._slowest = 0.0
+
+    @property
+    def is_near(self) -> bool:
+        return self._end is not None and time.monotonic() + self._slowest >= self._end
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._slowest = max(self._slowest, time.monotonic() - start)
+
+
+def bench_run(
+    pair: Pair,
+    tasks: Mapping[str, Sequence[str]],
+    out: str | Path,
+    *,
+    modes: Sequence[str] = MODES,
+    inflate: str | None = None,
+    max_new_tokens: int = 128,
+    repeats: int = 3,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    transformers: bool = False,
+    seconds: float | None = None,
+    names: Mapping[str, str | None] | None = None,
+) -> SpeedReport:
+    """Times every mode on every prompt, `off` always among them, and keeps each measurement in `out`/runs.jsonl.
+
+    Called again with the same arguments it goes on where it was; `seconds` stops it in time. `inflate` puts the
+    target into a large shape; `transformers` adds that library's own `generate`; `names` are those to show for
+    the target and the draft.
+
+    >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])    # doctest: +SKIP
+    >>> report.mode("auto").overall.speed.ratio                                                 # doctest: +SKIP
+    """
+    deadline, folder = Deadline(seconds), Path(out).expanduser()
+    wanted = {word: mode_named(word) for word in ("off", *modes)}
+    names = {"target": name_of(pair.target), "draft": pair.draft and name_of(pair.draft)} | dict(names or {})
+    refuse_unreadable(pair, tasks, max_new_tokens)
+    arguments = {"temperature": temperature or None, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+    with claimed(folder, "--out"), held_alone(folder, "bench run"):
+        pair = pair if inflate is None else Pair(inflated(pair.target, inflate), pair.draft, pair.tokenizer)
+        watch = Stopwatch(pair, wanted, arguments)
+        label = label_of(inflate)
+        configuration = names | {"inflated": label, "modes": list(wanted)} | arguments | surroundings(pair)
+        with Runs(folder, configuration) as runs:
+            runs.refuse_other_prompts(tasks)
+            places = all_places(tasks, list(wanted), repeats)
+            counts = {task: len(prompts) for task, prompts in tasks.items()}
+            session = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": seconds, "prompts": counts}
+            runs.append("session", session | {"repeats": repeats, "planned": len(places), "transformers": transformers})
+            measure_all(watch, runs, tasks, places, label, deadline)
+            if transformers:
+                measure_peers(watch, runs, tasks, label, deadline)
+            report = SpeedReport.of(runs.records)
+        if report.modes:
+            report.save(folder)
+    return report
+
+
+def measure_all(
+    watch: Stopwatch,
+    runs: Runs,
+    tasks: Mapping[str, Sequence[str]],
+    places: Sequence[Place],
+    label: str | None,
+    deadline: Deadline,
+) -> None:
+    measured = runs.measured
+    plain = {(place.task, place.prompt): run["tokens"] for place, run in measured.items() if "tokens" in run}
+    missing = [place for place in places if place not in measured]
+    prompts = [prompt for prompts in tasks.values() for prompt in prompts]
+    longest = max(prompts, key=lambda prompt: len(encode(watch.pair.tokenizer, prompt)))  # nothing outgrows its cache
+    with progress_bar(f"{len(missing)} of {len(places)} measurements") as report:
+        for mode in dict.fromkeys(place.mode for place in missing):
+            if deadline.is_near:
+                return
+            runs.append("warm-up", watch.warm_up(mode, longest))
+        for done, place in enumerate(missing):
+            if deadline.is_near:
+                return
+            prompt = tasks[place.task][place.prompt]
+            with deadline.watch():
+                run = watch.run(place.mode, prompt, plain.get((place.task, place.prompt)))
+            if "tokens" in run:
+                plain[place.task, place.prompt] = run["tokens"]
+            labelled = {"inflated": label} if label else {}
+            runs.append("run", place._asdict() | labelled | {"prompt_digest": digest(prompt)} | run)
+            report((done + 1) / len(missing))
+
+
+def measure_peers(
+    watch: Stopwatch, runs: Runs, tasks: Mapping[str, Sequence[str]], label: str | None, deadline: Deadline
+) -> None:
+    """The first prompt of every task, once."""
+    known = {(peer["task"], peer["method"]) for peer in of_kind(runs.records, "peer")}
+    plain = {place.task: run["tokens"] for place, run in runs.measured.items() if "tokens" in run and not place.prompt}
+    missing = [(task, method) for task in tasks for method in peers.methods(watch.pair) if (task, method) not in known]
+    with progress_bar("transformers' own generate") as report:
+        for done, (task, method) in enumerate(missing):
+            if deadline.is_near:
+                return
+            with deadline.watch():
+                figures = peers.timed(watch.pair, method, tasks[task][0], watch.arguments, plain.get(task))
+            labelled = {"inflated": label} if label else {}
+            runs.append("peer", {"task": task, "method": method} | labelled | figures)
+            report((done + 1) / len(missing))
+
+
+def refuse_unreadable(pair: Pair, tasks: Mapping[str, Sequence[str]], max_new_tokens: int) -> None:
+    if pair.tokenizer is None:
+        raise UsageError("this pair has no tokenizer: prompts cannot be read")
+    if not tasks or not all(tasks.values()):
+        raise UsageError("every task needs prompts: give at least one task with one prompt")
+    for task, prompts in tasks.items():
+        refuse_past_window(pair.target, task, [encode(pair.tokenizer, one) for one in prompts], max_new_tokens)
+
+
+def surroundings(pair: Pair) -> Record:
+    """What measurements must have in common to stand beside each other."""
+    engine = pair.decoder.target_engine
+    return {
+        "device": device_name(engine.device),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "engine": type(engine).__name__,
+        "draftgraph": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers_library.__version__,
+        "target_weights": mark_of(pair.target),
+        "draft_weights": None if pair.draft is None else mark_of(pair.draft),
+    }
+
+
+def mark_of(model: Any) -> str:
+    """A digest of some numbers of every weight: a name says little about a draft that was trained again."""
+    mark = sha256()
+    for name, weight in model.named_parameters():
+        mark.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        if is_plain(weight):
+            mark.update(weight.detach().flatten()[:MARKED].double().cpu().numpy().tobytes())
+    return mark.hexdigest()[:16]

@@ -1,0 +1,139 @@
+"""A speed report as tables, for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from draftgraph.bench.intervals import Speed
+from draftgraph.bench.report import LOOPS, Table
+from draftgraph.bench.speed_report import ALL, Figures, ModeFigures, Sources, SpeedReport
+from draftgraph.stats import SOURCES
+
+HIDDEN = ("target", "draft", "target_weights", "draft_weights", "modes", "inflated")
+EXPLANATION = (
+    "Milliseconds per token are those of the whole answer without its prefill: the median of a prompt's repeats, then "
+    "the mean of a task's prompts. Speed is the ratio of those medians to plain decoding's, the geometric mean over "
+    f"prompts, with a 95% bootstrap interval; {ALL} counts every task the same. First token: prefill and the first "
+    "step. Not drafted: accepted tokens that the draft had not proposed at that place (merged, copied or recycled)."
+)
+
+
+def tables(report: SpeedReport) -> Iterator[Table]:
+    yield speed_table(report)
+    yield times_table(report)
+    yield sources_table(report)
+    yield costs_table(report)
+    if report.peers:
+        yield peers_table(report)
+
+
+def to_markdown(report: SpeedReport, plot: str | None = None) -> str:
+    """With a link to the `plot` where there is one."""
+    lead = [f"# {title_of(report)}", "", settings_of(report), "", explanation_of(report), ""]
+    lead += [f"![Speed by mode and task]({plot})", ""] if plot else []
+    return "\n".join([*lead, *(table.to_markdown() for table in tables(report))])
+
+
+def title_of(report: SpeedReport) -> str:
+    known = report.configuration
+    target = known["target"] if report.label is None else f"{known['target']} ({report.label})"
+    return f"Speed of {target}, draft: {known['draft'] or 'none'}"
+
+
+def settings_of(report: SpeedReport) -> str:
+    shown = {name: value for name, value in report.configuration.items() if name not in HIDDEN and value is not None}
+    settings = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in shown.items())
+    return f"{settings}; {report.measured} of {report.planned} measurements"
+
+
+def explanation_of(report: SpeedReport) -> str:
+    looping = any(mode.sources.answers > mode.sources_without_loops.answers for mode in report.modes)
+    return f"{EXPLANATION} {LOOPS}" if looping else EXPLANATION
+
+
+def speed_table(report: SpeedReport) -> Table:
+    tasks = tasks_of(report)
+    header = ["mode", *tasks, *([ALL] if len(tasks) > 1 else []), "95% interval", "tokens per pass", "same tokens"]
+    lines = []
+    for mode in report.modes:
+        known = {figures.task: figures for figures in shown_figures(mode)}
+        cells = [labelled(ratio_of(known[task].speed) if task in known else "", report) for task in header[1:-3]]
+        same = f"{mode.same} of {mode.answers}" + (f" ({mode.ties} ties)" if mode.ties else "")
+        lines.append([mode.mode, *cells, interval_of(mode.overall.speed), number(mode.overall.tokens_per_pass), same])
+    return Table("Times as fast as plain decoding", header, lines)
+
+
+def times_table(report: SpeedReport) -> Table:
+    tasks = tasks_of(report)
+    header = ["mode", *tasks, *([ALL] if len(tasks) > 1 else [])]
+    lines = []
+    for mode in report.modes:
+        known = {figures.task: figures for figures in shown_figures(mode)}
+        times = (number(known[task].ms_per_token) if task in known else "" for task in header[1:])
+        lines.append([mode.mode, *(labelled(time, report) for time in times)])
+    return Table("Milliseconds per token", header, lines)
+
+
+def sources_table(report: SpeedReport) -> Table:
+    header = ["mode", "answers", *SOURCES, "not drafted"]
+    lines: list[list[str]] = []
+    for mode in report.modes:
+        if mode.sources.shares:
+            lines.append([mode.mode, f"all {mode.sources.answers}", *shares_of(mode.sources)])
+            if (steady := mode.sources_without_loops).answers < mode.sources.answers:
+                lines.append([mode.mode, f"{steady.answers} that do not loop", *shares_of(steady)])
+    return Table("Accepted tokens by source", header, lines)
+
+
+def costs_table(report: SpeedReport) -> Table:
+    on_gpu = any(mode.extra_bytes is not None for mode in report.modes)
+    header = ["mode", "first token, ms", "nodes per pass", "draft passes per pass", "warm-up, s"]
+    header += ["memory beside weights, GB"] if on_gpu else []
+    lines = []
+    for mode in report.modes:
+        cells = [mode.mode, labelled(number(mode.overall.first_token_ms), report)]
+        cells += [number(mode.overall.nodes_per_pass), number(mode.overall.draft_passes), number(mode.warm_up_seconds)]
+        if on_gpu:
+            cells.append("" if mode.extra_bytes is None else f"{mode.extra_bytes / 1e9:.2f}")
+        lines.append(cells)
+    return Table("What it costs", header, lines)
+
+
+def peers_table(report: SpeedReport) -> Table:
+    header = ["method of transformers", "task", "ms per token", "times as fast as off here", "first token, ms", "same"]
+    lines = []
+    for peer in report.peers:
+        figures = [labelled(number(peer.ms_per_token), report), labelled(number(peer.speed), report)]
+        same = {True: "yes", False: "no", None: peer.error or ""}[peer.same]
+        lines.append([peer.method, peer.task, *figures, number(peer.first_token_ms), same])
+    return Table("One prompt of each task, once, with transformers' own generate", header, lines)
+
+
+def tasks_of(report: SpeedReport) -> list[str]:
+    return list(dict.fromkeys(figures.task for mode in report.modes for figures in mode.tasks))
+
+
+def shown_figures(mode: ModeFigures) -> list[Figures]:
+    return [*mode.tasks, mode.overall]
+
+
+def labelled(cell: str, report: SpeedReport) -> str:
+    """A figure of an inflated target says so itself, wherever it is copied to."""
+    return f"{cell} ({report.label})" if cell and report.label else cell
+
+
+def ratio_of(speed: Speed) -> str:
+    return f"{speed.ratio:.2f}x"
+
+
+def interval_of(speed: Speed) -> str:
+    return "" if speed.low is None or speed.high is None else f"{speed.low:.2f}–{speed.high:.2f}"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def shares_of(sources: Sources) -> list[str]:
+    shares = [*(sources.shares.get(source) for source in SOURCES), sources.undrafted]
+    return ["" if share is None else f"{share:.1%}" for share in shares]

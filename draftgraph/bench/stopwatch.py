@@ -1,0 +1,113 @@
+"""One answer in one mode, timed: from the prompt to the first token, and from there to the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from draftgraph.bench.answers import loops
+from draftgraph.bench.runs import Record, digest
+from draftgraph.bench.sameness import difference
+
+if TYPE_CHECKING:
+    from draftgraph.config import GraphConfig
+    from draftgraph.decoder import Decoding
+    from draftgraph.pair import Pair
+
+
+@dataclass
+class Stopwatch:
+    """Decodes prompts with a pair, one at a time."""
+
+    pair: Pair
+    modes: dict[str, GraphConfig]
+    arguments: Mapping[str, Any]  # of `Pair.start`: sampling, and how many new tokens
+
+    def __post_init__(self) -> None:
+        self.device: torch.device = self.pair.decoder.target_engine.device
+        self.weights = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
+
+    def warm_up(self, mode: str, prompt: str) -> Record:
+        """Whatever happens only once: prices are measured, kernels compiled, passes of every width captured."""
+        self._begin()
+        start = time.perf_counter()
+        decoding = self._start(mode, prompt)
+        if decoding.prices is not None:  # not measured again between timed runs
+            cost = decoding.pricing.at(0, decoding.stats)
+            self.modes[mode] = replace(self.modes[mode], cost=cost)
+        for _ in decoding:
+            pass
+        pass_of_every_width(decoding)
+        self._wait()
+        seconds = time.perf_counter() - start
+        return {"mode": mode, "prices": decoding.prices, "seconds": seconds} | self._memory()
+
+    def run(self, mode: str, prompt: str, plain: Sequence[int] | None) -> Record:
+        """The figures of an answer, compared with the tokens of plain decoding where they are known."""
+        self._begin()
+        start = time.perf_counter()
+        decoding = self._start(mode, prompt)
+        self._wait()
+        has_read = time.perf_counter()
+        decoding.step()
+        has_begun = time.perf_counter()
+        for _ in decoding:
+            pass
+        seconds = time.perf_counter() - has_read
+        memory = self._memory()
+        tokens, stats = decoding.new_tokens, decoding.stats
+        other = difference(decoding, tokens if plain is None else plain)
+        return {
+            "prompt_tokens": stats.prompt_tokens,
+            "new_tokens": len(tokens),
+            "seconds": seconds,
+            "ms_per_token": 1000 * seconds / len(tokens),
+            "first_token_seconds": has_begun - start,
+            "tokens_per_pass": stats.mean_accepted_length,
+            "steps": stats.steps,
+            "draft_passes": stats.draft_passes,
+            "nodes": stats.verified_tokens,
+            "accepted_by_source": stats.accepted_by_source,
+            "phases": stats.seconds,
+            "same": other is None,
+            "first_difference": None if other is None else other.place,
+            "rounding_steps": None if other is None else other.rounding_steps,
+            "tie": other is not None and other.is_tie,
+            "loops": loops(tokens),
+            "tokens_digest": digest(tokens),
+            **memory,
+            **({"tokens": tokens} if plain is None else {}),
+        }
+
+    def _start(self, mode: str, prompt: str) -> Decoding:
+        return self.pair.start(prompt, config=self.modes[mode], **self.arguments)
+
+    def _begin(self) -> None:
+        if self.weights is not None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.weights is not None:
+            torch.cuda.synchronize(self.device)
+
+    def _memory(self) -> Record:
+        """What is held beside the weights, at most; what another mode has captured is still there."""
+        if self.weights is None:
+            return {}
+        return {"extra_bytes": torch.cuda.max_memory_allocated(self.device) - self.weights}
+
+
+def pass_of_every_width(decoding: Decoding) -> None:
+    """An engine may prepare for a width when it first meets it, and the answers to come may have other widths."""
+    engine, width = decoding.target, 1
+    with decoding.loan:
+        while width <= decoding.config.nodes:
+            engine.forward(np.full(width, decoding.text[-1]), np.arange(width), np.tri(width, dtype=bool))
+            engine.forget(0)
+            width *= 2

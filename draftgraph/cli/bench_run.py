@@ -1,0 +1,122 @@
+"""`draftgraph bench run`: how fast the modes are on this machine; `bench report` shows the figures again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftgraph.bench.runs import FILE, read_records
+from draftgraph.bench.structures import MODES, mode_named
+from draftgraph.bench.tasks import read_tasks
+from draftgraph.cli.bench import Data, Prompts, Tasks, listed, show_tables
+from draftgraph.cli.errors import complain
+from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
+from draftgraph.cli.terminal import busy, load_pair, write_json
+from draftgraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftgraph.bench.speed_report import SpeedReport
+
+RUN_OPTIONS = ("target", "draft", "device", "dtype", "temperature", "top_p", "seed", "json", "config", "debug")
+REPORT_OPTIONS = ("json", "config", "debug")
+ALL_MODES = ",".join(MODES)
+SHAPES = ["llama-2-7b", "llama-2-13b", "llama-33b", "llama-2-70b"]
+
+RUNS, OUTPUT = "Measurements", "Input and output"
+Inflate = Annotated[str | None, option("Model", "Put the target into a large shape", "|".join(SHAPES), SHAPES)]
+NewTokens = Annotated[int, option(RUNS, "Tokens of an answer at most", shown_range(1))]
+Modes = Annotated[str, option(RUNS, "chain-6: six levels; tree-32, auto-32: so many nodes", "MODE,MODE")]
+Repeats = Annotated[int, option(RUNS, "Answers of each mode to each prompt", shown_range(1))]
+Transformers = Annotated[bool, typer.Option("--transformers", help="Also transformers' generate", rich_help_panel=RUNS)]
+Seconds = Annotated[float | None, option(RUNS, "Stop in time; the same command goes on", "N")]
+Out = Annotated[str, option(OUTPUT, "Keep every measurement there, and write report.json, .md and .png", "DIR")]
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="The --out of bench run")]
+
+
+def run(
+    data: Data,
+    out: Out,
+    settings: Settings,
+    inflate: Inflate = None,
+    tasks: Tasks = None,
+    prompts: Prompts = 8,
+    new_tokens: NewTokens = 128,
+    modes: Modes = ALL_MODES,
+    repeats: Repeats = 3,
+    transformers: Transformers = False,
+    seconds: Seconds = None,
+) -> None:
+    """Time the modes on prompts, in turns; stopped at any time, the same command goes on."""
+    start = time.monotonic()
+    for name, value in (("prompts", prompts), ("new_tokens", new_tokens), ("repeats", repeats)):
+        refuse_outside(name, value, 1)
+    if seconds is not None:
+        refuse_outside("seconds", seconds, 1)
+    if inflate is not None and inflate not in SHAPES:
+        raise UsageError(f"there is no shape {inflate}: choose of {', '.join(SHAPES)}")
+    if not (words := listed(modes)):
+        raise UsageError(f"modes must name at least one, as in {ALL_MODES}")
+    for word in words:
+        mode_named(word)
+    found, sampling = read_tasks(data, listed(tasks), prompts), settings.sampling_arguments()
+    pair = load_pair(settings)
+    with busy("starting"):
+        from draftgraph.bench.speed import bench_run
+    measured = bench_run(
+        pair,
+        found,
+        Path(out),
+        modes=words,
+        inflate=inflate,
+        max_new_tokens=new_tokens,
+        repeats=repeats,
+        temperature=sampling.get("temperature"),
+        top_p=sampling.get("top_p"),
+        seed=sampling.get("seed", 0),
+        transformers=transformers,
+        seconds=None if seconds is None else seconds - (time.monotonic() - start),
+        names=shown_names(settings),
+    )
+    if measured.measured < measured.planned:
+        kept = f"{measured.measured} of {measured.planned} measurements are in {Path(out) / FILE}"
+        complain(f"{kept}: the same command goes on")
+    show(measured, settings)
+
+
+def shown_names(settings: Settings) -> dict[str, str | None]:
+    """Models as they were given, but for the way to a folder or file."""
+    names: dict[str, str | None] = {}
+    for name, model in settings.given("target", "draft").items():
+        place = Path(model).expanduser()
+        names[name] = place.absolute().name if place.exists() else model
+    if settings.target is None and settings.draft is None:
+        names["draft"] = "the default's"
+    if settings.draft == "none":
+        names["draft"] = None
+    return names
+
+
+def report(folder: Folder, settings: Settings) -> None:
+    """Show what bench run measured, and write its report again."""
+    from draftgraph.bench.speed_report import SpeedReport
+
+    place = Path(folder).expanduser()
+    measured = SpeedReport.of(read_records(place))
+    try:
+        measured.save(place)
+    except OSError as error:
+        complain(f"the report is not written to {place}: {error.strerror or error}")
+    show(measured, settings)
+
+
+def show(measured: SpeedReport, settings: Settings) -> None:
+    from draftgraph.bench.speed_tables import explanation_of, settings_of, tables, title_of
+
+    if settings.json:
+        write_json(measured.to_dict())
+    elif measured.modes:
+        lines = f"{explanation_of(measured)}\n{title_of(measured)}; {settings_of(measured)}"
+        show_tables(tables(measured), lines, no_wrap=measured.label is None)
