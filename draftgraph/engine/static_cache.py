@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftgraph.engine.cache import SlotCache
+from draftgraph.engine.fused import operations
 
 Shape = tuple[int, int, torch.dtype, torch.device]  # heads, size of one, where and how they are kept
 
@@ -27,8 +28,8 @@ class StaticLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self.owner.slots, key_states)
-        self.values.index_copy_(2, self.owner.slots, value_states)
+        write_slots = operations(self.keys.device).write_slots
+        write_slots(self.keys, self.values, self.owner.slots, key_states, value_states)
         end = self.owner.shown
         return self.keys[:, :, :end], self.values[:, :, :end]
 

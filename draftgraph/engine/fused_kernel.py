@@ -1,0 +1,159 @@
+"""The steps of `fused_reference` as Triton kernels, which round where PyTorch would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftgraph.engine.fused_reference import NormStyle
+
+GATE_BLOCK = 1024  # columns of a program
+ROUNDING: dict[str, Any] = {"enable_fp_fusion": False}  # of every product, before it is added to another
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_norm(  # type: ignore[no-untyped-def]
+    states, weight, out, eps, offset, states_outer, states_middle, states_row, out_outer, out_middle, out_row,
+    size: tl.constexpr, block: tl.constexpr, rounds_first: tl.constexpr,
+):  # fmt: skip
+    row, middle, outer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, block)
+    there = column < size
+    place = states + outer * states_outer + middle * states_middle + row * states_row + column
+    x = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    if rounds_first:
+        x = x.to(out.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + column, mask=there, other=0.0).to(tl.float32) + offset
+    place = out + outer * out_outer + middle * out_middle + row * out_row + column
+    tl.store(place, (x * factor).to(out.dtype.element_ty), mask=there)
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
+    states = states if states.stride(-1) == 1 else states.contiguous()
+    out = torch.empty_like(states)
+    outer, middle, rows, size = (1,) * (4 - states.dim()) + states.shape
+    strides = [stride for part in (states, out) for stride in (0,) * (4 - part.dim()) + part.stride()[:-1]]
+    block = triton.next_power_of_2(size)
+    _rms_norm[(rows, middle, outer)](
+        states, weight, out, eps, style.offset, *strides,
+        size=size, block=block, rounds_first=style.rounds_first, num_warps=max(1, min(16, block // 512)),
+        **ROUNDING,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(states, out, cos, sin, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.arange(0, block)
+    there = column < size
+    dtype = out.dtype.element_ty
+    x = tl.load(states + column, mask=there, other=0.0).to(tl.float32)
+    partner = tl.load(states + (column + size // 2) % size, mask=there, other=0.0).to(tl.float32)
+    partner = tl.where(column < size // 2, -partner, partner)
+    along = x * tl.load(cos + column, mask=there, other=0.0).to(tl.float32)
+    across = partner * tl.load(sin + column, mask=there, other=0.0).to(tl.float32)
+    turned = along.to(dtype).to(tl.float32) + across.to(dtype).to(tl.float32)
+    tl.store(out + column, turned.to(dtype), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    query, key, cos, sin, turned_query, turned_key, query_heads,
+    query_row, query_head, query_node, key_row, key_head, key_node, cos_row, cos_node, sin_row, sin_node,
+    tquery_row, tquery_head, tquery_node, tkey_row, tkey_head, tkey_node,
+    size: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One head of one node: first those of the queries, then those of the keys."""
+    node, head, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    cos += row * cos_row + node * cos_node
+    sin += row * sin_row + node * sin_node
+    if head < query_heads:
+        place = query + row * query_row + head * query_head + node * query_node
+        written = turned_query + row * tquery_row + head * tquery_head + node * tquery_node
+        _turn(place, written, cos, sin, size, block)
+    else:
+        head -= query_heads
+        place = key + row * key_row + head * key_head + node * key_node
+        written = turned_key + row * tkey_row + head * tkey_head + node * tkey_node
+        _turn(place, written, cos, sin, size, block)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    rows, heads, nodes, size = query.shape
+    given = [part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, cos, sin)]
+    given[2:] = [part.expand(rows, -1, -1) for part in given[2:]]
+    turned = torch.empty_like(given[0]), torch.empty_like(given[1])
+    strides = [stride for part in (*given, *turned) for stride in part.stride()[:-1]]
+    block = triton.next_power_of_2(size)
+    _rotate[(nodes, heads + key.shape[1], rows)](
+        *given, *turned, heads, *strides, size=size, block=block, num_warps=1, **ROUNDING
+    )  # fmt: skip
+    return turned
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(  # type: ignore[no-untyped-def]
+    gate, up, out, gate_row, up_row, size, activation: tl.constexpr, block: tl.constexpr
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    x = tl.load(gate + row * gate_row + column, mask=column < size, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + column, mask=column < size, other=0.0).to(tl.float32)
+    if activation == "silu":
+        x = tl.div_rn(x, 1.0 + tl.exp(-x))
+    elif activation == "gelu_tanh":  # (1 + tanh(y)) / 2 is a sigmoid of 2 y, y = sqrt(2 / pi) (x + 0.044715 x^3)
+        x = tl.div_rn(x, 1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    x = x.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * size + column, (x * u).to(out.dtype.element_ty), mask=column < size)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    size = gate.shape[-1]
+    rows = [part.reshape(-1, size) for part in (gate, up)]
+    flat, flat_up = (part if part.stride(1) == 1 else part.contiguous() for part in rows)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _gate[(len(flat), triton.cdiv(size, GATE_BLOCK))](
+        flat, flat_up, out, flat.stride(0), flat_up.stride(0), size, activation=activation, block=GATE_BLOCK, **ROUNDING
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(source, target, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.arange(0, block)
+    tl.store(target + column, tl.load(source + column, mask=column < size), mask=column < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_slots(  # type: ignore[no-untyped-def]
+    keys, values, slots, new_keys, new_values, heads,
+    keys_head, keys_slot, values_head, values_slot, new_keys_head, new_keys_node, new_values_head, new_values_node,
+    size: tl.constexpr, value_size: tl.constexpr, block: tl.constexpr, value_block: tl.constexpr,
+):  # fmt: skip
+    """One head of one node: first those of the keys, then those of the values."""
+    node, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + node)
+    if head < heads:
+        source = new_keys + head * new_keys_head + node * new_keys_node
+        _copy(source, keys + head * keys_head + slot * keys_slot, size, block)
+    else:
+        head -= heads
+        source = new_values + head * new_values_head + node * new_values_node
+        _copy(source, values + head * values_head + slot * values_slot, value_size, value_block)
+
+
+def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+    new_keys, new_values = (part if part.stride(-1) == 1 else part.contiguous() for part in (new_keys, new_values))
+    strides = [stride for part in (keys, values, new_keys, new_values) for stride in part.stride()[1:3]]
+    sizes = keys.shape[-1], values.shape[-1]
+    blocks = [triton.next_power_of_2(size) for size in sizes]
+    _write_slots[(len(slots), keys.shape[1] + values.shape[1])](
+        keys, values, slots.contiguous(), new_keys, new_values, keys.shape[1], *strides,
+        size=sizes[0], value_size=sizes[1], block=blocks[0], value_block=blocks[1], num_warps=1, **ROUNDING
+    )  # fmt: skip
