@@ -30,6 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMED = [(1, 64), (3, 97), (1, 5, 8192), (1, 3, 5, 40)]
 ROTATED = [(1, 4, 2, 5, 16), (2, 3, 1, 7, 10), (1, 9, 3, 1, 64)]  # rows, heads of queries and keys, nodes, size
 GATED = [(1, 1, 48), (1, 3, 1500), (5, 1024)]
+INTEGERS = ("_outer", "_middle", "_row", "_head", "_node", "_slot", "heads", "size")  # arguments that are no tensors
 
 # What each family has three layers of, and what else; rotary functions are the modeling file's.
 FOUND = {
@@ -134,6 +135,34 @@ def test_slots_are_written_and_no_others(interpreted: Any, dtype: torch.dtype, s
     fused_reference.write_slots(*case)
     for one, expected in zip(found, case[:2], strict=True):
         assert one.any() and torch.equal(one, expected)
+
+
+@pytest.mark.parametrize("ones", [False, True])  # numbers that are 1 are compiled in
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [
+        ("_rms_norm", {"size": 576, "block": 1024, "rounds_first": True}),
+        ("_rotate", {"size": 80, "block": 128}),
+        *(("_gate", {"activation": activation, "block": 1024}) for activation in ACTIVATIONS),
+        ("_write_slots", {"size": 64, "value_size": 80, "block": 64, "value_block": 128}),
+    ],
+)
+def test_kernels_compile_for_a_gpu(name: str, fixed: dict[str, Any], ones: bool) -> None:
+    """The interpreter runs what the compiler refuses."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from draftgraph.engine import fused_kernel
+
+    kernel = getattr(fused_kernel, name)
+    integers = [argument for argument in kernel.arg_names if argument.endswith(INTEGERS)]
+    constants = (dict.fromkeys(integers, 1) if ones else {}) | fixed
+    kinds = dict.fromkeys(integers, "i32") | {"slots": "*i64", "eps": "fp32", "offset": "fp32"}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: kinds.get(argument, "*bf16") for argument in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused_kernel.ROUNDING).asm["cubin"]
 
 
 def borrowed_by(fusions: Fusions, model: nn.Module) -> dict[str, int]:
