@@ -381,7 +381,7 @@ def test_captured_passes_hold_fewer_kernels(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(static, "Fusions", unfused)
     plain = kernels_of_a_pass(model)
     print(f"{name}: {plain} kernels, fused {fused}")
-    assert fused < 0.6 * plain
+    assert fused < 0.7 * plain
 
 
 def kernels_of_a_pass(model: Any) -> int:
