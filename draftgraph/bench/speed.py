@@ -94,8 +94,9 @@ def bench_run(
             runs.refuse_other_prompts(tasks)
             places = all_places(tasks, list(wanted), repeats)
             counts = {task: len(prompts) for task, prompts in tasks.items()}
-            session = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": seconds, "prompts": counts}
-            runs.append("session", session | {"repeats": repeats, "planned": len(places), "transformers": transformers})
+            asked = {"prompts": counts, "repeats": repeats, "transformers": transformers, "seconds": seconds}
+            now = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "engine_seconds": watch.engines_took}
+            runs.append("session", now | asked | {"planned": len(places)})
             measure_all(watch, runs, tasks, places, label, deadline)
             if transformers:
                 measure_peers(watch, runs, tasks, label, deadline)

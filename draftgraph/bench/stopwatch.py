@@ -29,8 +29,11 @@ class Stopwatch:
     arguments: Mapping[str, Any]  # of `Pair.start`: sampling, and how many new tokens
 
     def __post_init__(self) -> None:
-        self.device: torch.device = self.pair.decoder.target_engine.device
+        self.device: torch.device = self.pair.target.get_input_embeddings().weight.device
         self.weights = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
+        start = time.perf_counter()
+        _ = self.pair.decoder  # checks the models, and makes their engines
+        self.engines_took = time.perf_counter() - start
 
     def warm_up(self, mode: str, prompt: str) -> Record:
         """Whatever happens only once: prices are measured, kernels compiled, passes of every width captured."""
