@@ -16,6 +16,10 @@ EXPLANATION = (
     f"prompts, with a 95% bootstrap interval; {ALL} counts every task the same. First token: prefill and the first "
     "step. Not drafted: accepted tokens that the draft had not proposed at that place (merged, copied or recycled)."
 )
+TIES = (
+    "Ties: answers that part from plain decoding's where both tokens are within two rounding steps of the target's "
+    "best score."
+)
 
 
 def tables(report: SpeedReport) -> Iterator[Table]:
@@ -48,7 +52,8 @@ def settings_of(report: SpeedReport) -> str:
 
 def explanation_of(report: SpeedReport) -> str:
     looping = any(mode.sources.answers > mode.sources_without_loops.answers for mode in report.modes)
-    return f"{EXPLANATION} {LOOPS}" if looping else EXPLANATION
+    said = [EXPLANATION, *([TIES] if any(mode.ties for mode in report.modes) else []), *([LOOPS] if looping else [])]
+    return " ".join(said)
 
 
 def speed_table(report: SpeedReport) -> Table:
