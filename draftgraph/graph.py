@@ -128,7 +128,7 @@ class TokenGraph:
         probs = np.where(tokens == NO_TOKEN, 0.0, probs)
         weak, improbable = np.zeros_like(probs, dtype=bool), np.zeros_like(probs, dtype=bool)
         if source == "draft":
-            self.drafted.update(node for node, known in zip(frontier, (probs > 0).any(axis=1).tolist(), strict=True) if known)
+            self.drafted.update(frontier[row] for row in np.flatnonzero(probs.max(axis=1, initial=0.0)))
             weak, improbable = self.prune(probs)
         order = np.argsort(-(probs * scores[:, None]).ravel(), kind="stable")
         rows, ranks = np.unravel_index(order, probs.shape)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from draftgraph.engine import linear
+from draftgraph.engine import linear, packing
+from draftgraph.engine.choices import Choices
 from draftgraph.engine.linear import NarrowLinears, direct, doubled, quickest, turned
+from draftgraph.engine.packing import packed
 
 
 @pytest.fixture(autouse=True)
-def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(linear, "CHOSEN", {})
+    monkeypatch.setenv("DRAFTGRAPH_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear, "CHOICES", Choices())
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def layers() -> nn.ModuleDict:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize("way", [direct, turned, doubled])
+@pytest.mark.parametrize("way", [direct, turned, doubled, packed])
 def test_every_way_gives_the_same(way: linear.Way, rows: int) -> None:
     torch.manual_seed(rows)
     given, weight = torch.randn(rows, 96), torch.randn(160, 96)
@@ -34,7 +39,7 @@ def test_every_way_gives_the_same(way: linear.Way, rows: int) -> None:
     torch.testing.assert_close(product, given @ weight.T)
 
 
-@pytest.mark.parametrize("way", [direct, turned, doubled])
+@pytest.mark.parametrize("way", [direct, turned, doubled, packed])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 2), (2, 40)])
 @torch.no_grad()
 def test_borrowed_layers_say_what_they_said(
@@ -65,7 +70,7 @@ def test_only_large_float32_layers_are_borrowed_and_all_are_given_back(layers: n
         assert changed() == {"large", "biased"}
         raise KeyError
     assert not changed()
-    with narrow.borrowed(17):
+    with narrow.borrowed(33):
         assert not changed()
 
 
@@ -89,16 +94,17 @@ class Clock:
 @pytest.mark.parametrize(
     ("costs", "rows", "best"),
     [
-        ({direct: 3.0, turned: 2.0, doubled: 1.0}, 1, "doubled"),
-        ({direct: 3.0, turned: 2.0, doubled: 1.0}, 2, "turned"),
-        ({direct: 1.05, turned: 1.0, doubled: 1.0}, 1, "direct"),
+        ({direct: 3.0, turned: 2.0, doubled: 1.0, packed: 2.0}, 1, "doubled"),
+        ({direct: 3.0, turned: 2.0, doubled: 1.0, packed: 2.5}, 2, "turned"),
+        ({direct: 3.0, turned: 2.0, doubled: 1.0, packed: 1.5}, 2, "packed"),
+        ({direct: 1.05, turned: 1.0, doubled: 1.0, packed: 1.0}, 1, "direct"),
     ],
 )
 def test_the_quickest_way_is_taken(
     costs: dict[Any, float], rows: int, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(costs)
-    ways = {way.__name__: clock.timed(way) for way in (direct, turned, doubled)}
+    ways = {way.__name__: clock.timed(way) for way in (direct, turned, doubled, packed)}
     for name, way in ways.items():
         monkeypatch.setattr(linear, name, way)
     monkeypatch.setattr(linear, "time", clock)
@@ -118,3 +124,50 @@ def test_each_shape_is_measured_once(layers: nn.ModuleDict, monkeypatch: pytest.
         with torch.no_grad(), narrow.borrowed(rows):
             layers["large"](torch.ones(rows, 256))
     assert asked == [(4, 512, 256), (1, 512, 256)]
+
+
+def test_the_choice_is_kept_between_starts(layers: nn.ModuleDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def noted(rows: int, weights: list[torch.Tensor]) -> linear.Way:
+        measured.append(rows)
+        return packed
+
+    monkeypatch.setattr(linear, "quickest", noted)
+    for _ in range(2):
+        monkeypatch.setattr(linear, "CHOSEN", {})
+        monkeypatch.setattr(linear, "CHOICES", Choices())
+        assert linear.way_for(7, [layers["large"]]) is packed
+    assert measured == [8]
+    linear.measure_again(torch.device("cpu"))
+    linear.way_for(7, [layers["large"]])
+    assert measured == [8, 8]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["in place", "behind its back", "as a whole"])
+def test_packed_copies_follow_their_weights(
+    layers: nn.ModuleDict, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "quickest", lambda rows, weights: packed)
+    layer, given = layers["large"], torch.randn(3, 256)
+    narrow = NarrowLinears(layers)
+    with narrow.borrowed(3):
+        before = layer(given)
+    if change == "in place":
+        layer.weight.mul_(2)
+    elif change == "behind its back":
+        layer.weight.data *= 2
+    else:
+        layer.weight = nn.Parameter(layer.weight * 2)
+    narrow.begin()
+    with narrow.borrowed(3):
+        torch.testing.assert_close(layer(given), 2 * before)
+    torch.testing.assert_close(layer(given), 2 * before)
+
+
+def test_nothing_is_packed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.ones(256, 256)]
+    assert packed in linear.ways_for(4, weights)
+    monkeypatch.setattr(packing, "free_memory", lambda: 4.0 * 256 * 256 * 3)
+    assert packed not in linear.ways_for(4, weights)

@@ -14,7 +14,7 @@ import torch
 from cost_tools import FakeClock, at, latencies
 from families import perturbed, target_of
 
-from draftgraph import CostModel, GraphConfig, GraphDecoder
+from draftgraph import CostModel, GraphConfig, GraphDecoder, hardware
 from draftgraph.cost import HIT, DraftBudget, HitRate, nodes_worth_checking
 from draftgraph.drafting import grow
 from draftgraph.engine.runner import EagerEngine
@@ -72,12 +72,12 @@ def test_another_processor_or_thread_count_is_another_machine(monkeypatch: pytes
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     assert key_for(model) != here
     monkeypatch.undo()
-    monkeypatch.setattr(machine, "processor", lambda: "Another 9000")
+    monkeypatch.setattr(hardware, "processor", lambda: "Another 9000")
     assert key_for(model) != here and "Another 9000" in key_for(model)["device"]
 
 
 def test_the_processor_has_a_name() -> None:
-    assert machine.processor() and machine.available_cores() >= 1
+    assert hardware.processor() and hardware.available_cores() >= 1
 
 
 class Measurements:

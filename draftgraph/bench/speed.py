@@ -25,11 +25,11 @@ from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import MODES, mode_named
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
+from draftgraph.hardware import device_name
 from draftgraph.models.progress import progress_bar
 from draftgraph.models.student import is_plain
 from draftgraph.pair import Pair
 from draftgraph.text import encode
-from draftgraph.tuning.machine import device_name
 
 MARKED = 64  # numbers of every weight by which a model is known again
 

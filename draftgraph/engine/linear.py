@@ -1,6 +1,6 @@
-"""Products of few rows. BLAS libraries are made for one row or for many: turned around on a CPU, or with a kernel that
-only reads on a GPU, a few rows often take a fraction of the time. Which way is best is measured for every shape, on the
-model's own weights."""
+"""Products of few rows. BLAS libraries are made for one row or for many: turned around or packed on a CPU, or with a
+kernel that only reads on a GPU, a few rows often take a fraction of the time. Which way is best is measured for every
+shape, on the model's own weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from draftgraph.engine.capture import Captured
+from draftgraph.engine.choices import Choices
+from draftgraph.engine.packing import forget, forget_changed, is_possible, packed
 
 Way = Callable[[Tensor, Tensor], Tensor]  # rows [rows, in], weight [out, in] -> [rows, out]
 
-WIDTHS = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64, 128)}  # rows; in between, as the next
+WIDTHS = {  # rows; in between, as the next
+    "cpu": (1, 2, 4, 6, 8, 12, 16, 24, 32),
+    "cuda": (1, 2, 4, 8, 16, 32, 64, 128),
+}
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16)}  # others are left to the library
 SAMPLE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one shape, read in turn: more than caches hold
 SMALLEST = 1 << 16  # numbers of a weight: smaller ones are not worth choosing for
@@ -42,10 +47,10 @@ def doubled(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, pair.t())[:, 0].contiguous()[None]
 
 
-def ways_for(rows: int, device: torch.device) -> list[Way]:
-    if device.type == "cpu":
-        return [direct, turned, *([doubled] if rows == 1 else [])]
-    return [direct, *skinny_ways()]
+def ways_for(rows: int, weights: list[Tensor]) -> list[Way]:
+    if weights[0].device.type != "cpu":
+        return [direct, *skinny_ways()]
+    return [direct, turned, *([doubled] if rows == 1 else []), *([packed] if is_possible(weights) else [])]
 
 
 @cache
@@ -68,10 +73,15 @@ class NarrowLinears:
         for module in model.modules():
             if isinstance(module, nn.Linear) and is_borrowable(module) and module.weight.device.type in kinds:
                 groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
+        self._modules = [module for group in groups.values() for module in group]
         self._most = max((WIDTHS[device.type][-1] for _, _, device in groups), default=0)
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = [
             (vars(module), partial(product, group, module)) for group in groups.values() for module in group
         ]
+
+    def begin(self) -> None:
+        """Before a text: what was copied of weights must still be so."""
+        forget_changed(module.weight for module in self._modules)
 
     @contextmanager
     def borrowed(self, rows: int) -> Iterator[None]:
@@ -105,6 +115,7 @@ def product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
 
 
 CHOSEN: dict[tuple[Any, ...], Way] = {}
+CHOICES = Choices()
 
 
 def way_for(rows: int, group: list[nn.Linear]) -> Way:
@@ -115,23 +126,46 @@ def way_for(rows: int, group: list[nn.Linear]) -> Way:
         return direct
     key = (width, *weight.shape, weight.dtype, weight.device, torch.get_num_threads())
     if key not in CHOSEN:
-        CHOSEN[key] = quickest(width, [module.weight for module in group])
+        CHOSEN[key] = known_or_quickest(width, [module.weight for module in group])
     return CHOSEN[key]
+
+
+def measure_again(device: torch.device) -> None:
+    """The machine is not what it was."""
+    CHOICES.forget(device)
+    CHOSEN.clear()
+
+
+def known_or_quickest(rows: int, weights: list[Tensor]) -> Way:
+    weight = weights[0]
+    what = f"{rows} rows of {tuple(weight.shape)}, {weight.dtype}"
+    name = CHOICES.get(weight.device, what)
+    known = {name_of(way): way for way in ways_for(rows, weights)} if name else {}
+    if name not in known:
+        way = quickest(rows, weights)
+        CHOICES.put(weight.device, what, name_of(way))
+        return way
+    return known[name]
+
+
+def name_of(way: Way) -> str:
+    return f"skinny {tuple(way.keywords['tiling'])}" if isinstance(way, partial) else way.__name__
 
 
 @torch.no_grad()
 def quickest(rows: int, weights: list[Tensor]) -> Way:
     weight = weights[0]
-    kind = weight.device.type
+    kind, ways = weight.device.type, ways_for(rows, weights)
     weights = weights[: max(1, SAMPLE_BYTES[kind] // (weight.numel() * weight.element_size()))]
     given = torch.ones((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-    ways = ways_for(rows, weight.device)
     runs = [Captured(partial(all_products, way, given, weights), weight.device) for way in ways]
     times = [float("inf")] * len(ways)
     for _ in range(ROUNDS):
         for place, run in enumerate(runs):
             times[place] = min(times[place], seconds(run, weight.device))
     best = times.index(min(times))
+    if packed not in (ways[best], *CHOSEN.values()):
+        forget(weights)
     return ways[best] if times[best] * GAIN[kind] < times[0] else direct
 
 

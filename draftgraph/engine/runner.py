@@ -74,6 +74,7 @@ class EagerEngine:
 
     def begin(self, length: int, reuse: bool) -> None:
         """Before a prompt of this length: keeps the text so far only if it would be computed the same way again."""
+        self._linears.begin()
         known, self._adapters = self._adapters, adapters(self.model)
         crosses = self._switch is not None and max(length, len(self.text)) > self._switch.boundary
         if not reuse or crosses or known != self._adapters:

@@ -102,6 +102,7 @@ class StaticEngine:
         return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
 
     def begin(self, length: int, reuse: bool) -> None:
+        self._linears.begin()
         known, self._state = self._state, self._fingerprint()
         if known != self._state:  # captured passes would read weights that are no longer the model's
             self._passes.clear()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +11,7 @@ import transformers
 from draftgraph import __version__
 from draftgraph.engine.loan import unwrapped
 from draftgraph.engine.runner import Engine
+from draftgraph.hardware import available_cores, device_name, digest
 
 FORMAT = 1
 NAMES = ("_name_or_path", "transformers_version", "draftgraph_token_map")  # tell weights apart, not what they cost
@@ -54,27 +50,3 @@ def identity(model: Any, engine: Engine) -> dict[str, str]:
         "attention": str(getattr(inner.config, "_attn_implementation", None)),
         "dtype": str(inner.dtype),
     } | _sizes[model]
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}: {processor()}"
-
-
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

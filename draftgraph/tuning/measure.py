@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftgraph.config import GraphConfig
+from draftgraph.drafting.device import DeviceDraft
 from draftgraph.drafting.model import DraftVocabulary, likeliest
 from draftgraph.engine.runner import Engine
 from draftgraph.graph import ROOT, Bools, Ints, TokenGraph, TokenTree
@@ -98,6 +99,28 @@ class Passes:
 
     def _tokens(self, count: int) -> Ints:
         return self._rng.integers(0, self.rows, max(count, 0))
+
+
+@dataclass
+class Levels(Passes):
+    """A draft that grows on its device: a level, whatever its width, costs its share of a run."""
+
+    draft: DeviceDraft | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.draft is not None
+        self.offered = tuple(sorted({1, self.draft.width}))
+
+    def timed(self, nodes: int) -> float:
+        assert self.draft is not None
+        text = self.engine.text.copy()
+        start = self.clock()
+        self.draft.begin([*text, *self._tokens(1).tolist()])
+        self.draft.propose(TokenGraph(0, GraphConfig()), [ROOT])  # waits for the device
+        taken = self.clock() - start
+        self.engine.rewind(len(text))
+        return taken / self.draft.levels
 
 
 def measure(subjects: list[Passes], window: int | None, bound: int = BOUND, seconds: float = SECONDS) -> Latencies:

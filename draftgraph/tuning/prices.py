@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from draftgraph.config import GraphConfig
 from draftgraph.cost import CostModel
+from draftgraph.drafting.device import DeviceDraft
+from draftgraph.engine.linear import measure_again
 from draftgraph.engine.loan import Loan
 from draftgraph.generation import context_window
 from draftgraph.models.cache import notice
@@ -15,7 +17,7 @@ from draftgraph.stats import Stats
 from draftgraph.tuning import store
 from draftgraph.tuning.latency import Latencies, MeasuredCost
 from draftgraph.tuning.machine import Key, key_of
-from draftgraph.tuning.measure import SECONDS, Passes, measure
+from draftgraph.tuning.measure import SECONDS, Levels, Passes, measure
 from draftgraph.tuning.watch import Watch
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class MeasuredPricing:
 
     def renew(self, decoder: GraphDecoder, config: GraphConfig) -> Latencies:
         """Measures now, and keeps the result."""
+        measure_again(decoder.target_engine.device)
         latencies = measure_pair(decoder, config)
         store.write(self.key, latencies)
         self.cost = MeasuredCost(latencies)
@@ -111,6 +114,11 @@ def measure_pair(decoder: GraphDecoder, config: GraphConfig, seconds: float = SE
     subjects = [Passes(decoder.target_engine, len(decoder.target_model.get_input_embeddings().weight))]
     if decoder.draft_engine is not None:
         vocabulary = decoder.draft_vocabulary
-        subjects.append(Passes(decoder.draft_engine, vocabulary.readable, vocabulary, config.k))
+        draft = decoder.draft_proposer(config, frozenset())
+        if isinstance(draft, DeviceDraft):
+            draft.levels, draft.perturb = config.levels, None
+            subjects.append(Levels(decoder.draft_engine, vocabulary.readable, draft=draft))
+        else:
+            subjects.append(Passes(decoder.draft_engine, vocabulary.readable, vocabulary, config.k))
     with Loan(*decoder.models):
         return measure(subjects, min(windows, default=None), config.nodes, seconds)

@@ -6,9 +6,10 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from draftgraph.hardware import digest
 from draftgraph.models.cache import cache_dir, notice, replacing
 from draftgraph.tuning.latency import Latencies
-from draftgraph.tuning.machine import Key, digest
+from draftgraph.tuning.machine import Key
 
 
 def file_of(key: Key) -> Path:
