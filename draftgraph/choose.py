@@ -10,10 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 
 from draftgraph.graph import ROOT, Floats, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
@@ -29,6 +36,7 @@ class Prefix:
     ids: Tensor  # [1, capacity]
     length: int
     padding: int = 0
+    unwritten: list[int] = field(default_factory=list)  # tokens that nobody has looked at yet
 
     @classmethod
     def of(cls, input_ids: Tensor, capacity: int, padding: int = 0) -> Prefix:
@@ -38,6 +46,10 @@ class Prefix:
 
     @property
     def view(self) -> Tensor:
+        if self.unwritten:
+            written = self.length - len(self.unwritten)
+            self.ids[0, written : self.length] = torch.tensor(self.unwritten, device=self.ids.device)
+            self.unwritten = []
         return self.ids[:, : self.length]
 
     @property
@@ -46,7 +58,7 @@ class Prefix:
         return self.length - self.padding
 
     def append(self, token: int) -> None:
-        self.ids[0, self.length] = token
+        self.unwritten.append(token)
         self.length += 1
 
 
@@ -230,14 +242,32 @@ def walk(tree: TokenTree, scored: Scored, chooser: Chooser, prefix: Prefix, crit
         if child is not None:
             path.append(child)
             node = child
-        if reason := finish_reason(criteria, prefix, chooser.outputs.scores_so_far):
+        if reason := finish_reason(criteria, prefix, token, chooser.outputs.scores_so_far):
             return Walk(path, tokens, reason)
     return Walk(path, tokens, None)
 
 
-def finish_reason(criteria: StoppingCriteriaList, prefix: Prefix, scores: Any) -> FinishReason | None:
+def finish_reason(criteria: StoppingCriteriaList, prefix: Prefix, token: int, scores: Any) -> FinishReason | None:
     """Asks every stop condition once, as `generate` does; "length" if only length or time ran out."""
-    held = [criterion for criterion in criteria if bool(torch.as_tensor(criterion(prefix.view, scores)).all())]
+    held = [criterion for criterion in criteria if holds(criterion, prefix, token, scores)]
     if not held:
         return None
     return "length" if all(isinstance(one, MaxLengthCriteria | MaxTimeCriteria) for one in held) else "stop"
+
+
+def holds(criterion: Any, prefix: Prefix, token: int, scores: Any) -> bool:
+    """The two that are always there are decided here: asking them costs a wait for the device."""
+    if type(criterion) is MaxLengthCriteria:
+        return prefix.length >= criterion.max_length
+    if type(criterion) is EosTokenCriteria:
+        return token in ends_of(criterion)
+    return bool(torch.as_tensor(criterion(prefix.view, scores)).all())
+
+
+_ends: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+
+
+def ends_of(criterion: EosTokenCriteria) -> frozenset[int]:
+    if criterion not in _ends:
+        _ends[criterion] = frozenset(criterion.eos_token_id.tolist())
+    return _ends[criterion]

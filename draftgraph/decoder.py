@@ -20,6 +20,7 @@ from draftgraph.drafting.device import WIDTH, DeviceDraft
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
 from draftgraph.drafting.pool import Pool
 from draftgraph.drafting.recycle import RecycleProposer
+from draftgraph.drafting.sheet import Sheet
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.engine.runner import Engine, common_prefix
@@ -62,6 +63,7 @@ class Decoding:
         self.text: list[int] = ids[0, padding:].tolist()
         self.prompt_length = self.stats.prompt_tokens = len(self.text)
         self.finish_reason: FinishReason | None = None
+        self.graph = TokenGraph(self.text[-1], config)
         self.config = config if decoder.can_branch else replace(config, k=1)
         self.pricing = pricing_of(decoder, self.config)
 
@@ -71,7 +73,8 @@ class Decoding:
         self.chooser = self._chooser()
         self.memories: list[Proposer] = []
         if config.copies or (config.drafts and self.draft is None):
-            self.memories.append(SuffixProposer(self.config.k))
+            self.copied = SuffixProposer(self.config.k)
+            self.memories.append(self.copied)
         self.recycled = None
         if config.mode == "auto":
             self.recycled = RecycleProposer(self.config.k, self.chooser.perturb(request.temperature))
@@ -80,6 +83,7 @@ class Decoding:
             self.draft.perturb = self.chooser.perturb(request.temperature)
         self.proposers = [*self.memories, *([self.draft] if self.draft else [])]
         self.pool = Pool(self.config.k, decoder.calibrations[request.samples])
+        self.sheet = self._sheet()
         self.cost = self.pricing.at(len(self.text), self.stats)
         self._prefill(reuse_cache)
 
@@ -91,6 +95,12 @@ class Decoding:
                 self.draft.keep_logits, drafted = True, self.draft.logits
             return RejectionChooser(processors, self.noise, temperature, drafted, self.outputs)
         return KeyedChooser(processors, self.noise, self.outputs)
+
+    def _sheet(self) -> Sheet | None:
+        """Where a draft hands over all its levels at once."""
+        if self.recycled is None or not isinstance(self.draft, DeviceDraft):
+            return None
+        return Sheet(self.copied, self.recycled, self.pool.calibration, self.config)
 
     def _prefill(self, reuse_cache: bool) -> None:
         """Both models read the text but for its last token, which is the first root."""
@@ -112,6 +122,8 @@ class Decoding:
             self.draft.levels = self._levels_ahead(self.draft.width)
         for proposer in proposers:
             proposer.begin(self.text)
+        if self.sheet is not None and self.copied in proposers:
+            self.sheet.begin(self.text, self._depth_limit(), self.request.eos_ids)
 
     def _levels_ahead(self, width: int) -> int:
         depth = min(self.config.levels, self._depth_limit())
@@ -132,32 +144,40 @@ class Decoding:
         self.decoder.claim(self)
         with self.loan:
             with self.stats.clock("draft"):
-                graph, tree = self.grow()
+                tree = self.grow()
             with self.stats.clock("verify"):
                 scored = self.verify(tree)
             with self.stats.clock("other"):
                 chosen = self.walk(tree, scored)
-                return self.commit(graph, tree, scored, chosen)
+                return self.commit(tree, scored, chosen)
 
-    def grow(self) -> tuple[TokenGraph, TokenTree]:
-        """Grow, prune, merge and flatten: the graph behind the last token, and its unrolled view."""
-        graph = TokenGraph(self.text[-1], self.config, self._depth_limit(), self.request.eos_ids)
+    def grow(self) -> TokenTree:
+        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
+        if self.sheet is not None:
+            return self._grow_at_once(self.sheet)
+        graph = self.graph = TokenGraph(self.text[-1], self.config, self._depth_limit(), self.request.eos_ids)
         if self.config.mode != "auto":
-            return graph, grow(graph, self.proposers)
+            return grow(graph, self.proposers)
         cost = self.cost = self.pricing.at(len(self.text), self.stats)
-        budget, spent = None, 0.0
-        if isinstance(self.draft, DeviceDraft):
-            spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
-        elif self.draft is not None:
-            budget = DraftBudget(cost, graph.max_depth, self.decoder.hits.rate, graph.max_nodes)
+        budget = DraftBudget(cost, graph.max_depth, self.decoder.hits.rate, graph.max_nodes) if self.draft else None
         self.pool.begin()
         tree = grow(graph, self.proposers, cost.floor(), budget, self.pool)
-        return graph, tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else spent))
+        return tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else 0.0))
+
+    def _grow_at_once(self, sheet: Sheet) -> TokenTree:
+        assert isinstance(self.draft, DeviceDraft)
+        cost = self.cost = self.pricing.at(len(self.text), self.stats)
+        spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
+        if (drafted := self.draft.drafted()) is not None:
+            sheet.add(drafted)
+        tree = sheet.tree(cost.floor())
+        return tree.first(nodes_worth_checking(tree, cost, spent))
 
     def verify(self, tree: TokenTree) -> Scored:
         """What the target says at every node, in one pass."""
         logits = self.target.forward(tree.tokens, tree.depths, tree.mask)
-        return Scored(logits, self.target.rank(logits) if self.recycled is not None else None)
+        ranked = self.target.ranks or self.recycled is not None
+        return Scored(logits, self.target.rank(logits) if ranked else None)
 
     def walk(self, tree: TokenTree, scored: Scored) -> Walk:
         """The path that the target agrees with, and the token that it adds."""
@@ -166,17 +186,19 @@ class Decoding:
             raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
         return chosen
 
-    def commit(self, graph: TokenGraph, tree: TokenTree, scored: Scored, chosen: Walk) -> Step:
+    def commit(self, tree: TokenTree, scored: Scored, chosen: Walk) -> Step:
         """The accepted path becomes text in both caches; the rest is forgotten."""
-        step = Step(len(self.text) - 1, graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         accepted = [0, *chosen.path]
+        position = len(self.text) - 1
         self.target.commit(accepted, tree.tokens[accepted].tolist())
         self.text.extend(chosen.tokens)
         self.finish_reason = chosen.finish_reason
         if self.draft is not None:
-            self.draft.commit(tree, chosen.path, graph)
+            self.draft.commit(tree, chosen.path, self.graph)
             if self.finish_reason is None:
                 self.begin([self.draft])
+        graph = self.graph if self.sheet is None else self.sheet.graph(tree)
+        step = Step(position, graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         self.learn(step, scored, chosen)
         self.begin(self.memories)
         return step
@@ -185,7 +207,10 @@ class Decoding:
         """Keeps what the target said, also at rejected nodes, and how well it had been foretold."""
         if self.recycled is not None and scored.ranking is not None:
             self.recycled.learn(step.tree, chosen.path, scored.ranking)
-            self.pool.settle(step.graph, step.tree, chosen.visited, chosen.tokens)
+            if self.sheet is not None:
+                self.sheet.settle(chosen.visited, chosen.tokens)
+            else:
+                self.pool.settle(step.graph, step.tree, chosen.visited, chosen.tokens)
         for memory in self.memories:
             memory.commit(step.tree, chosen.path, step.graph)
         if self.noise is not None:

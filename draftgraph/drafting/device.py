@@ -6,7 +6,7 @@ Best first under a width: every level expands the likeliest nodes that are still
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,12 @@ class DraftedNodes:
 
     tokens: Ints  # [expansions, k]
     probs: Floats  # [expansions, k], behind their paths
-    expansion_of: dict[int, int]  # drafted node -> its row; a node's number is its place in `tokens`, root -1
+    nodes: list[int]  # that were expanded, by row; a node's number is its place in `tokens`, root or none: -1
+
+    @cached_property
+    def expansion_of(self) -> dict[int, int]:
+        """Drafted node -> its row."""
+        return {-1: 0} | {node: row for row, node in enumerate(self.nodes) if node >= 0}
 
     def child(self, node: int, token: int) -> int | None:
         row = self.expansion_of.get(node)
@@ -97,8 +102,7 @@ class LevelProgram:
         paths = np.concatenate([[0.0], scores.ravel()[expanded]])[:, None]  # of the expanded nodes themselves
         with np.errstate(invalid="ignore"):  # a node that is none has children that are none
             probs = np.nan_to_num(np.exp(scores - paths))
-        rows = {node: row for row, node in enumerate(expanded.tolist(), start=1) if node >= 0}
-        return DraftedNodes(tokens.astype(np.int64), probs, {-1: 0} | rows)
+        return DraftedNodes(tokens.astype(np.int64), probs, [-1, *expanded.tolist()])
 
     def _compute(self) -> Tensor:
         text, draft = self.text, self.draft
@@ -202,11 +206,9 @@ class DeviceDraft:
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         tokens, probs = np.full((len(frontier), self.k), NO_TOKEN), np.zeros((len(frontier), self.k))
-        if self._started is None:
+        drafted = self.drafted()
+        if drafted is None:
             return tokens, probs
-        if self._nodes is None:
-            self._nodes = self._started[0].nodes(self._started[1])
-        drafted = self._nodes
         places = [self._place(graph, node) for node in frontier]
         expansions = [-1 if place is None else drafted.expansion_of.get(place, -1) for place in places]
         known = [row for row, expansion in enumerate(expansions) if expansion >= 0]
@@ -215,7 +217,13 @@ class DeviceDraft:
             tokens[known], probs[known] = drafted.tokens[here], drafted.probs[here]
         return np.where(probs > 0, tokens, NO_TOKEN), probs
 
-    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
+    def drafted(self) -> DraftedNodes | None:
+        """Waits for what was begun."""
+        if self._nodes is None and self._started is not None:
+            self._nodes = self._started[0].nodes(self._started[1])
+        return self._nodes
+
+    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph | None) -> None:
         """Nothing is kept: the next step reads all that was accepted, for the price of a level that it needs anyway."""
 
     def _place(self, graph: TokenGraph, node: int) -> int | None:

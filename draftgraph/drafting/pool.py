@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftgraph.drafting.calibration import Calibration
-from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.graph import NO_TOKEN, Floats, Ints, Source, TokenGraph, TokenTree
 
 ORDER: tuple[Source, ...] = ("copied", "recycled", "draft")  # who has named a token that several name
 WEIGHT = 0.45  # of what other sources say, that of a draft being 1
@@ -39,7 +39,7 @@ class Pool:
         self.k = k
         self.calibration = calibration
         self._columns = {source: np.arange(place * k, place * k + k) for place, source in enumerate(ORDER)}
-        self._free = np.repeat([source != "draft" for source in ORDER], k)
+        self._free = k * ORDER.index("draft")
         self._heard: dict[int, tuple[Ints, Floats]] = {}  # graph node -> what all sources said
         self._weighed: dict[int, tuple[Ints, Floats]] = {}  # every token once, and its estimate
 
@@ -72,7 +72,7 @@ class Pool:
         self, nodes: list[int], known: list[int], proposals: list[Proposal], cells: list[tuple[Ints, Ints]]
     ) -> tuple[Ints, Floats]:
         """Tokens, each once, and their chances: [nodes, columns]. What was said of `known` nodes before counts too."""
-        tokens = np.full((len(nodes), len(self._free)), NO_TOKEN)
+        tokens = np.full((len(nodes), self.k * len(ORDER)), NO_TOKEN)
         said = np.zeros(tokens.shape)
         for row in known:
             tokens[row], said[row] = self._heard[nodes[row]]
@@ -104,21 +104,23 @@ class Pool:
                 self.calibration.observe(source, estimates[:, columns][named], accepted[named])
 
 
-def pooled(tokens: Ints, said: Floats, free: Bools) -> Floats:
+def pooled(tokens: Ints, said: Floats, free: int) -> Floats:
     """Chances of tokens [nodes, columns], 0 for those that stand in an earlier column too.
 
-    `free` marks the columns [columns] of sources that are no draft.
+    The first `free` columns are those of sources that are no draft.
     """
-    same = (tokens[:, :, None] == tokens[:, None, :]) & (tokens != NO_TOKEN)[:, :, None]
-    first = same.any(axis=2) & (same.argmax(axis=2) == np.arange(tokens.shape[1]))
-    others_say = np.where(same & free, said[:, None, :], 0.0).max(axis=2) * first
-    draft_says = np.where(same & ~free, said[:, None, :], 0.0).max(axis=2) * first
+    named, opinions = np.ascontiguousarray(tokens.T), np.ascontiguousarray(said.T)  # long rows: NumPy is slow at short
+    same = named[:, None] == named[None]  # [columns, columns, nodes]
+    earlier = np.tri(len(named), k=-1, dtype=bool).T[:, :, None]
+    first = ~(same & earlier).any(axis=0) & (named != NO_TOKEN)
+    others_say = (same[:free] * opinions[:free, None]).max(axis=0, initial=0.0) * first
+    drafted = opinions[free:].sum(axis=0)  # 0 where no draft was asked
+    without = others_say / np.maximum(others_say.sum(axis=0), 1.0)
+    draft_says = (same[free:] * opinions[free:, None]).max(axis=0, initial=0.0) * first
     weights = np.where(draft_says > 0, draft_says, UNNAMED) * (np.maximum(others_say, SILENCE) / SILENCE) ** WEIGHT
     weights *= first
-    drafted = (said * ~free).sum(axis=1, keepdims=True)  # 0 where no draft was asked
-    with_draft = weights / (weights.sum(axis=1, keepdims=True) + np.maximum(1.0 - drafted, REST))
-    without = others_say / np.maximum(others_say.sum(axis=1, keepdims=True), 1.0)
-    chances: Floats = np.where(drafted > 0, with_draft, without)
+    with_draft = weights / (weights.sum(axis=0) + np.maximum(1.0 - drafted, REST))
+    chances: Floats = np.where(drafted > 0, with_draft, without).T
     return chances
 
 

@@ -38,6 +38,7 @@ class RankingMemory:
         self._next = 0
         self._row_of: dict[Context, int] = {}
         self._contexts: list[list[Context]] = [[] for _ in range(rows)]  # that lead to a row
+        self.best: list[list[tuple[int, float]]] = [[] for _ in range(rows)]  # tokens and their shares, without noise
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -48,6 +49,7 @@ class RankingMemory:
             kept = ranking.tokens.shape[1]
             self._tokens, self._logits = np.zeros((self.rows, kept), dtype=np.int64), np.zeros((self.rows, kept))
         logits = ranking.usable
+        best = shares_of(ranking.tokens, logits)
         for place, context in enumerate(contexts):
             row, self._next = self._next, (self._next + 1) % self.rows
             for outdated in self._contexts[row]:
@@ -55,7 +57,7 @@ class RankingMemory:
                     del self._row_of[outdated]
             self._contexts[row] = [context[-length:] for length in CONTEXTS if length <= len(context)]
             self._row_of.update(dict.fromkeys(self._contexts[row], row))
-            self._tokens[row], self._logits[row] = ranking.tokens[place], logits[place]
+            self._tokens[row], self._logits[row], self.best[row] = ranking.tokens[place], logits[place], best[place]
 
     def find(self, context: Context) -> tuple[int, int] | None:
         """The row of the longest known suffix of a context, and its length."""
@@ -91,15 +93,27 @@ class RecycleProposer:
         matches = [self.memory.find(self._context(graph, node)) for node in frontier]
         places = [place for place, match in enumerate(matches) if match is not None]
         if places:
-            rows, lengths = zip(*(match for match in matches if match is not None), strict=True)
             depths = np.array([graph.depths[frontier[place]] for place in places])
-            trust = np.array([TRUST[length] for length in lengths])
-            best = self._likeliest(self.memory.ranking(list(rows)), depths, trust)
+            best = self.ranked([match for match in matches if match is not None], depths)
             tokens[places, : best[0].shape[1]], chances[places, : best[0].shape[1]] = best
         return tokens, chances
 
-    def _likeliest(self, known: Ranking, depths: Ints, trust: Floats) -> tuple[Ints, Floats]:
-        """The best of known rankings at nodes of these depths. # [nodes, k]"""
+    def likeliest(self, context: Context, depth: int) -> list[tuple[int, float]]:
+        """Tokens behind a context and their chances, best first."""
+        match = self.memory.find(context)
+        if match is None:
+            return []
+        if self.noise is None:
+            trust = TRUST[match[1]]
+            return [(token, trust * share) for token, share in self.memory.best[match[0]][: self.k]]
+        tokens, chances = self.ranked([match], np.array([depth]))
+        both = zip(tokens[0].tolist(), chances[0].tolist(), strict=True)
+        return [(token, chance) for token, chance in both if chance > 0]
+
+    def ranked(self, matches: list[tuple[int, int]], depths: Ints) -> tuple[Ints, Floats]:
+        """The best of what was found in the memory, at nodes of these depths. # [nodes, k]"""
+        known = self.memory.ranking([row for row, _ in matches])
+        trust = np.array([TRUST[length] for _, length in matches])
         logits = known.logits
         if self.noise is not None:
             logits = logits + self.noise.of(known.tokens, self._position + depths)
@@ -126,3 +140,12 @@ class RecycleProposer:
             above = self._context(graph, graph.parents[node])
             self._contexts[node] = (*above, graph.tokens[node])[-max(CONTEXTS) :]
         return self._contexts[node]
+
+
+def shares_of(tokens: Ints, logits: Floats) -> list[list[tuple[int, float]]]:
+    """The best of each ranking, with what they have of its probability."""
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    kept = slice(None, ALTERNATIVES)
+    rows = zip(tokens[:, kept].tolist(), shares[:, kept].tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] > 0] for row in rows]

@@ -7,6 +7,7 @@ import numpy as np
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
 
 EMPTY = 0
+Match = tuple[int, int]  # state of the automaton, how many tokens match
 # Chance that a copied token is the target's, by length of the match (1, 2, 3, ... tokens): counted on 20,000 tokens of
 # a 135M model's greedy answers to 240 training prompts (instructions, mathematics, translation, plain text).
 TRUST = (0.24, 0.54, 0.64, 0.68, 0.75, 0.79, 0.84, 0.84, 0.85, 0.90, 0.90, 0.96)
@@ -85,7 +86,8 @@ class SuffixProposer:
         self.k = k
         self._automaton = SuffixAutomaton()
         self._indexed = 0
-        self._matches: dict[int, tuple[int, int]] = {}  # graph node -> state, match length
+        self.root: Match = (EMPTY, 0)
+        self._matches: dict[int, Match] = {}  # by graph node
 
     def begin(self, text: list[int]) -> None:
         automaton = self._automaton
@@ -93,23 +95,32 @@ class SuffixProposer:
             automaton.append(token)
         self._indexed = len(text)
         earlier = automaton.link[automaton.last]
-        self._matches = {ROOT: (earlier, automaton.length[earlier])}
+        self.root = earlier, automaton.length[earlier]
+        self._matches = {ROOT: self.root}
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         tokens = np.full((len(frontier), self.k), NO_TOKEN)
         probs = np.zeros((len(frontier), self.k))
         for row, node in enumerate(frontier):
-            state, matched = self._match(graph, node)
-            for rank, (token, length) in enumerate(self._automaton.continuations(state, matched, self.k)):
-                tokens[row, rank] = token
-                probs[row, rank] = TRUST[min(length, len(TRUST)) - 1] * SECOND_CHOICE**rank
+            for rank, (token, chance) in enumerate(self.continuations(self._match(graph, node), self.k)):
+                tokens[row, rank], probs[row, rank] = token, chance
         return tokens, probs
+
+    def continuations(self, match: Match, most: int) -> list[tuple[int, float]]:
+        """Tokens behind a match and their chances, best first."""
+        found = self._automaton.continuations(*match, most)
+        return [
+            (token, TRUST[min(length, len(TRUST)) - 1] * SECOND_CHOICE**rank)
+            for rank, (token, length) in enumerate(found)
+        ]
+
+    def follow(self, match: Match, token: int) -> Match:
+        return self._automaton.follow(*match, token)
 
     def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
         self._matches.clear()
 
-    def _match(self, graph: TokenGraph, node: int) -> tuple[int, int]:
+    def _match(self, graph: TokenGraph, node: int) -> Match:
         if node not in self._matches:
-            above = self._match(graph, graph.parents[node])
-            self._matches[node] = self._automaton.follow(*above, graph.tokens[node])
+            self._matches[node] = self.follow(self._match(graph, graph.parents[node]), graph.tokens[node])
         return self._matches[node]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ class Captured:
                 self._compute()
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with nothing_collected(), torch.cuda.graph(graph, pool=pool):
             self.output = self._compute()
         self._graph = graph
 
@@ -38,3 +40,16 @@ class Captured:
         else:
             self._graph.replay()
         return self.output
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """An old recording that is thrown away while a new one is made breaks it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -24,6 +24,7 @@ class Engine(Protocol):
     """What the decoder needs of a model: committed text, scratch nodes scored over it, and a commit."""
 
     branching: bool  # False: nodes must form one chain
+    ranks: bool  # the best tokens of a pass come with it, at no further cost
     text: list[int]  # the committed tokens
     scratch: int  # nodes scored since the last commit
 
@@ -51,6 +52,8 @@ class Engine(Protocol):
 
 class EagerEngine:
     """Plain forward passes of the user's own module, on its device and in its dtype."""
+
+    ranks = False
 
     def __init__(self, model: Any, branching: bool = True, offsets: bool = True) -> None:
         self.model = model

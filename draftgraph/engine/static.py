@@ -73,7 +73,7 @@ class PassData:
 class StaticEngine:
     """An `Engine`: committed text, nodes scored over it, commits; see `EagerEngine` for what each method means."""
 
-    branching = True
+    branching = ranks = True
     widths = WIDTHS
 
     def __init__(self, model: Any) -> None:
