@@ -43,7 +43,7 @@ from draftgraph.models.student import cut_student, layer_stack, lend_output_rows
 
 NODES = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2, 4, 8]}
 LAYERS = [1, 2, 4, 6]
-GOAL_LAYERS = 4
+GOAL_LAYERS = 2
 GOALS = {"cuda": (8, 0.16), "cpu": (1, 0.20)}  # nodes of a level, its cost at most, in one-token target passes
 BURST = 8  # levels back to back, as in use
 

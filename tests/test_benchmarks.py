@@ -96,22 +96,22 @@ def test_a_captured_pass_that_says_something_else_is_refused():
 
 def test_the_cost_of_a_draft_is_told_on_a_cpu(tmp_path, capsys):
     llama().save_pretrained(tmp_path)
-    small = ["--layers", "1,4", "--vocab-size", "100", "--context", "16", "--repeats", "3", "--device", "cpu"]
+    small = ["--layers", "1,2", "--vocab-size", "100", "--context", "16", "--repeats", "3", "--device", "cpu"]
     draft_cost.main(["--target", str(tmp_path), *small, "--json"])
     report = json.loads(capsys.readouterr().out)
     (comparison,) = report["comparisons"]
     assert comparison["way"] == "eager" and comparison["target"]["layers"] == 4
     assert comparison["target"]["of_target"]["1"] == 1.0
-    one, four = comparison["drafts"]
-    assert (one["layers"], one["vocab_size"], four["layers"]) == (1, 100, 4) and one["weights"] < four["weights"]
-    for draft in (one, four):
+    one, two = comparison["drafts"]
+    assert (one["layers"], one["vocab_size"], two["layers"]) == (1, 100, 2) and one["weights"] < two["weights"]
+    for draft in (one, two):
         assert list(draft["of_target"]) == ["1", "2", "4", "8"] and min(draft["of_target"].values()) > 0
     (goal,) = report["goals"]
-    assert (goal["nodes"], goal["of_target"]) == (1, four["of_target"]["1"])
+    assert (goal["nodes"], goal["of_target"]) == (1, two["of_target"]["1"])
 
     draft_cost.main(["--target", str(tmp_path), *small, "--nodes", "1,3"])
     shown = capsys.readouterr().out
-    assert "4 layers, eager: a level of 1 costs" in shown and "0.20 is wanted" in shown
+    assert "2 layers, eager: a level of 1 costs" in shown and "0.20 is wanted" in shown
 
 
 def test_costs_that_cannot_be_measured_are_refused(tmp_path, capsys):

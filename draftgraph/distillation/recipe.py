@@ -36,11 +36,11 @@ OF_TEXTS = ("prompts", "own_prompts", "max_prompts", "temperatures", "max_new_to
 class Recipe:
     """How a student is made.
 
-    >>> Recipe(layers=2).vocab_size
+    >>> Recipe(layers=4).vocab_size
     12288
     """
 
-    layers: int = 4
+    layers: int = 2
     start_from: str = "spread"  # which of the target's layers: spread, first, last, or numbers such as 0,9,18,29
     vocab_size: int = 12288  # tokens that the draft can write, the most frequent in the target's answers; 0: all
     prompts: tuple[str, ...] = ()  # JSONL files, datasets:NAME, python[:COUNT]
