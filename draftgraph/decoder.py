@@ -197,7 +197,7 @@ class Decoding:
             self.draft.commit(tree, chosen.path, self.graph)
             if self.finish_reason is None:
                 self.begin([self.draft])
-        graph = self.graph if self.sheet is None else self.sheet.graph(tree)
+        graph = self.graph if self.sheet is None else self.sheet.graph()
         step = Step(position, graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         self.learn(step, scored, chosen)
         self.begin(self.memories)

@@ -158,7 +158,7 @@ class TokenGraph:
         leaf = leaf or token in self.ends
         siblings = self.children_of(parent)
         if token in siblings:
-            self._confirm(siblings[token], prob, leaf)
+            self._confirm(siblings[token], prob, source, leaf)
             return False
         if len(siblings) >= self.config.k:
             return False
@@ -176,9 +176,10 @@ class TokenGraph:
             self.merge(node)
         return True
 
-    def _confirm(self, node: int, prob: float, leaf: bool) -> None:
-        """A second source proposes a node that is there: it counts for the better of the two."""
+    def _confirm(self, node: int, prob: float, source: Source, leaf: bool) -> None:
+        """A second source proposes a node that is there: the better chance counts, and a draft before others."""
         self.probs[node] = max(self.probs[node], prob)
+        self.sources[node] = source if source == "draft" else self.sources[node]
         if self.states[node] is State.LEAF and not leaf:
             self.states[node] = State.OPEN
             if self.config.merges:

@@ -15,7 +15,7 @@ import numpy as np
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.graph import NO_TOKEN, Floats, Ints, Source, TokenGraph, TokenTree
 
-ORDER: tuple[Source, ...] = ("copied", "recycled", "draft")  # who has named a token that several name
+ORDER: tuple[Source, ...] = ("draft", "copied", "recycled")  # who has named a token that several name
 WEIGHT = 0.45  # of what other sources say, that of a draft being 1
 SILENCE = 0.01  # what a source says of a token that it does not name
 UNNAMED = 0.01  # and a draft
@@ -39,7 +39,6 @@ class Pool:
         self.k = k
         self.calibration = calibration
         self._columns = {source: np.arange(place * k, place * k + k) for place, source in enumerate(ORDER)}
-        self._free = k * ORDER.index("draft")
         self._heard: dict[int, tuple[Ints, Floats]] = {}  # graph node -> what all sources said
         self._weighed: dict[int, tuple[Ints, Floats]] = {}  # every token once, and its estimate
 
@@ -78,7 +77,7 @@ class Pool:
             tokens[row], said[row] = self._heard[nodes[row]]
         for one, cell in zip(proposals, cells, strict=True):
             tokens[cell], said[cell] = one.tokens, one.chances
-        estimates = pooled(tokens, said, self._free)
+        estimates = pooled(tokens, said, self.k)
         named = np.where(estimates > 0, tokens, NO_TOKEN)
         self._heard.update(zip(nodes, zip(tokens, said, strict=True), strict=True))
         self._weighed.update(zip(nodes, zip(named, estimates, strict=True), strict=True))
@@ -104,19 +103,19 @@ class Pool:
                 self.calibration.observe(source, estimates[:, columns][named], accepted[named])
 
 
-def pooled(tokens: Ints, said: Floats, free: int) -> Floats:
+def pooled(tokens: Ints, said: Floats, k: int) -> Floats:
     """Chances of tokens [nodes, columns], 0 for those that stand in an earlier column too.
 
-    The first `free` columns are those of sources that are no draft.
+    The first k columns are the draft's, the others those of memories.
     """
     named, opinions = np.ascontiguousarray(tokens.T), np.ascontiguousarray(said.T)  # long rows: NumPy is slow at short
     same = named[:, None] == named[None]  # [columns, columns, nodes]
     earlier = np.tri(len(named), k=-1, dtype=bool).T[:, :, None]
     first = ~(same & earlier).any(axis=0) & (named != NO_TOKEN)
-    others_say = (same[:free] * opinions[:free, None]).max(axis=0, initial=0.0) * first
-    drafted = opinions[free:].sum(axis=0)  # 0 where no draft was asked
+    others_say = (same[k:] * opinions[k:, None]).max(axis=0, initial=0.0) * first
+    drafted = opinions[:k].sum(axis=0)  # 0 where no draft was asked
     without = others_say / np.maximum(others_say.sum(axis=0), 1.0)
-    draft_says = (same[free:] * opinions[free:, None]).max(axis=0, initial=0.0) * first
+    draft_says = (same[:k] * opinions[:k, None]).max(axis=0, initial=0.0) * first
     weights = np.where(draft_says > 0, draft_says, UNNAMED) * (np.maximum(others_say, SILENCE) / SILENCE) ** WEIGHT
     weights *= first
     with_draft = weights / (weights.sum(axis=0) + np.maximum(1.0 - drafted, REST))

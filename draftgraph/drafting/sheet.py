@@ -14,12 +14,12 @@ import numpy as np
 from draftgraph.config import GraphConfig
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DraftedNodes
-from draftgraph.drafting.pool import pooled
+from draftgraph.drafting.merging import merged
+from draftgraph.drafting.pool import ORDER, pooled
 from draftgraph.drafting.recycle import CONTEXTS, Context, RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.graph import NO_TOKEN, Floats, Ints, Source, State, TokenGraph, TokenTree
 
-SOURCES: tuple[Source, ...] = ("copied", "recycled", "draft")
 CHOICES = 4  # of each memory at a node
 MEMORY_ROWS = 16  # made while the draft is at work
 LEAST = 0.02  # a node that is less likely is no row of a memory
@@ -35,12 +35,10 @@ class Sheet:
     ) -> None:
         self.copied, self.recycled, self.calibration, self.config = copied, recycled, calibration, config
         self.width = 2 * CHOICES + config.k
-        counts = (CHOICES, CHOICES, config.k)
+        counts = (config.k, CHOICES, CHOICES)
         ends = np.cumsum(counts)
-        self.columns = {
-            source: slice(end - count, end) for source, end, count in zip(SOURCES, ends, counts, strict=True)
-        }
-        self._source_of = np.repeat(np.arange(len(SOURCES)), counts)
+        self.columns = {source: slice(end - count, end) for source, end, count in zip(ORDER, ends, counts, strict=True)}
+        self._source_of = np.repeat(np.arange(len(ORDER)), counts)
 
     def begin(self, text: list[int], max_depth: int, ends: frozenset[int]) -> None:
         """The root's row, and those that the memories lead to. Both have begun this step."""
@@ -102,23 +100,25 @@ class Sheet:
 
     def tree(self, floor: float) -> TokenTree:
         """The likeliest nodes, best first, each with the product of the chances on its path."""
-        free = 2 * CHOICES
+        k = self.config.k
         self.named, said = np.full((len(self.parents), self.width), NO_TOKEN), np.zeros((len(self.parents), self.width))
-        self.named[:, :free], said[:, :free] = (np.array(part) for part in zip(*self._memories, strict=True))
+        self.named[:, k:], said[:, k:] = (np.array(part) for part in zip(*self._memories, strict=True))
         self.drafted: set[int] = set()
         if self._drafts is not None:
             rows, tokens, chances = self._drafts
-            self.named[rows, free : free + tokens.shape[1]] = np.where(chances > 0, tokens, NO_TOKEN)
-            said[rows, free : free + tokens.shape[1]] = chances
+            self.named[rows, : tokens.shape[1]] = np.where(chances > 0, tokens, NO_TOKEN)
+            said[rows, : tokens.shape[1]] = chances
             self.drafted = set(rows)
-        self.estimates = pooled(self.named, said, free)
+        self.estimates = pooled(self.named, said, k)
         self.named = np.where(self.estimates > 0, self.named, NO_TOKEN)
         self.chances = self._chances()
         scores, self._child_rows = self._scores()
         flat = scores.ravel()
         order = np.argsort(-flat, kind="stable")[: self.config.nodes - 1]
         order = order[flat[order] > max(floor, 0.0)]
-        return self._tree_of(order, flat)
+        self.plain = self._tree_of(order, flat)
+        self.merged = merged(self.plain, self.config.tau, self.max_depth, self.config.nodes)
+        return self.merged.tree
 
     def _chances(self) -> Floats:
         chances = np.empty(self.estimates.shape)
@@ -150,7 +150,7 @@ class Sheet:
         places = np.zeros(len(self.parents), dtype=np.int64)
         places[rows[rows >= 0]] = np.flatnonzero(rows >= 0)
         names = np.array(self._source_of)[order % self.width].tolist()
-        sources: list[Source] = ["root", *(SOURCES[name] for name in names)]
+        sources: list[Source] = ["root", *(ORDER[name] for name in names)]
         self.rows = rows
         return TokenTree(
             tokens=np.concatenate([[self.tokens[0]], self.named.ravel()[order]]),
@@ -161,17 +161,18 @@ class Sheet:
             sources=sources,
         )
 
-    def graph(self, tree: TokenTree) -> TokenGraph:
-        """The tree as a graph of its own."""
-        graph = TokenGraph(int(tree.tokens[0]), self.config, self.max_depth, self.ends)
-        graph.tokens, graph.parents, graph.depths = tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
-        above = np.maximum(tree.parents, 0)
-        graph.probs = (tree.scores / tree.scores[above]).tolist()
-        graph.sources = list(tree.sources)
-        graph.canonical = list(range(len(tree)))
-        rows = self.rows[: len(tree)]
-        graph.states = [State.EXPANDED if row >= 0 else State.OPEN for row in rows.tolist()]
-        graph.drafted = {node for node, row in enumerate(rows.tolist()) if row in self.drafted}
+    def graph(self) -> TokenGraph:
+        """What was chosen as a graph, in which an alias shares the children of the node that it repeats."""
+        plain, rows = self.plain, self.rows.tolist()
+        graph = TokenGraph(int(plain.tokens[0]), self.config, self.max_depth, self.ends)
+        graph.tokens, graph.parents, graph.depths = plain.tokens.tolist(), plain.parents.tolist(), plain.depths.tolist()
+        graph.probs = (plain.scores / plain.scores[np.maximum(plain.parents, 0)]).tolist()
+        graph.sources = list(plain.sources)
+        graph.canonical = [self.merged.aliases.get(node, node) for node in range(len(plain))]
+        for alias, node in self.merged.aliases.items():
+            graph.aliases.setdefault(node, []).append(alias)
+        graph.states = [State.EXPANDED if row >= 0 else State.OPEN for row in rows]
+        graph.drafted = {node for node, row in enumerate(rows) if row in self.drafted}
         graph.children = [{} for _ in rows]
         for node, (parent, token) in enumerate(zip(graph.parents[1:], graph.tokens[1:], strict=True), start=1):
             graph.children[parent][token] = node
@@ -179,7 +180,8 @@ class Sheet:
 
     def settle(self, visited: list[int], chosen: list[int]) -> None:
         """The target chose these tokens at these tree nodes: all that was proposed there is right or wrong."""
-        outcomes = [(int(self.rows[node]), token) for node, token in zip(visited, chosen, strict=True)]
+        rows = self.rows[self.merged.tree.nodes[visited]].tolist()
+        outcomes = list(zip(rows, chosen, strict=True))
         known = np.array([row for row, _ in outcomes if row >= 0])
         right = np.array([token for row, token in outcomes if row >= 0])
         for source, here in self.columns.items():

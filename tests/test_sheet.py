@@ -1,0 +1,187 @@
+"""A tree that is chosen at once: from what a draft has grown, what the text says and what the target said before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftgraph import GraphConfig, TokenTree
+from draftgraph.drafting.calibration import Calibration
+from draftgraph.drafting.device import DraftedNodes
+from draftgraph.drafting.merging import merged
+from draftgraph.drafting.recycle import RecycleProposer
+from draftgraph.drafting.sheet import Sheet
+from draftgraph.drafting.suffix import SuffixProposer
+from draftgraph.ranking import Ranking
+
+
+def sheet_for(text: list[int], config: GraphConfig | None = None, **limits: Any) -> Sheet:
+    config = config or GraphConfig(k=4)
+    copied, recycled = SuffixProposer(config.k), RecycleProposer(config.k)
+    sheet = Sheet(copied, recycled, Calibration(), config)
+    begin(sheet, text, **limits)
+    return sheet
+
+
+def begin(sheet: Sheet, text: list[int], max_depth: int = 8, ends: frozenset[int] = frozenset()) -> None:
+    sheet.copied.begin(text)
+    sheet.recycled.begin(text)
+    sheet.begin(text, max_depth, ends)
+
+
+def grown(levels: int, width: int, k: int, seed: int = 0, tokens: int = 1000) -> DraftedNodes:
+    """What a draft might hand over: best first under a width, with random chances."""
+    rng = np.random.default_rng(seed)
+    names: list[list[int]] = []
+    probs: list[list[float]] = []
+    nodes, waiting = [-1], {}
+
+    def expand(score: float) -> None:
+        chances = np.sort(rng.dirichlet(np.full(k + 1, 0.4))[:k])[::-1]
+        names.append(rng.choice(tokens, k, replace=False).tolist())
+        probs.append(chances.tolist())
+        waiting.update({(len(names) - 1) * k + rank: score * chance for rank, chance in enumerate(chances)})
+
+    expand(1.0)
+    for _ in range(levels - 1):
+        best = sorted(waiting, key=lambda node: -waiting[node])[:width]
+        for node in best:
+            nodes.append(node)
+        for score in [waiting.pop(node) for node in best]:
+            expand(score)
+    return DraftedNodes(np.array(names), np.array(probs), nodes)
+
+
+def paths_of(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    paths: list[tuple[int, ...]] = []
+    for parent, token in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True):
+        paths.append((*paths[parent], token) if parent >= 0 else ())
+    return dict(zip(paths, tree.scores.tolist(), strict=True))
+
+
+def all_paths(drafted: DraftedNodes) -> dict[tuple[int, ...], float]:
+    """Every path that the draft named, with the product of its chances."""
+    k = drafted.tokens.shape[1]
+    paths: dict[int, tuple[tuple[int, ...], float]] = {-1: ((), 1.0)}
+    found: dict[tuple[int, ...], float] = {}
+    for row, node in enumerate(drafted.nodes):
+        path, score = paths[node]
+        for rank in range(k):
+            child = (*path, int(drafted.tokens[row, rank]))
+            paths[row * k + rank] = child, score * float(drafted.probs[row, rank])
+            found[child] = paths[row * k + rank][1]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_paths_of_a_draft_are_chosen(seed: int) -> None:
+    sheet, drafted = sheet_for([7, 8, 9], GraphConfig(k=4, max_nodes=32)), grown(5, 4, 4, seed)
+    sheet.add(drafted)
+    tree = sheet.tree(0.0)
+    possible = all_paths(drafted)
+    found = paths_of(tree)
+    assert len(tree) == len(found) == 32 and tree.sources[0] == "root" and set(tree.sources[1:]) == {"draft"}
+    assert (tree.parents[1:] < np.arange(1, 32)).all() and (np.diff(tree.scores) <= 1e-12).all()
+    # pooled with silent memories, a draft's opinion is the same but for the share that nobody names
+    expected = sorted(possible, key=lambda path: -possible[path])[:31]
+    assert len(set(expected) & set(found)) >= 29
+    assert tree.depths.tolist() == [len(path) for path in found]
+
+
+def test_limits_hold() -> None:
+    drafted = grown(6, 4, 4)
+    sheet = sheet_for([7, 8, 9], GraphConfig(k=2, max_nodes=64), max_depth=3)
+    sheet.add(DraftedNodes(drafted.tokens[:, :2], drafted.probs[:, :2], [-1]))
+    tree = sheet.tree(0.0)
+    assert np.bincount(tree.parents[1:]).max() <= 2
+    sheet = sheet_for([7, 8, 9], max_depth=3)
+    sheet.add(drafted)
+    assert sheet.tree(0.0).depths.max() == 3
+    floor = 0.05
+    assert sheet.tree(floor).scores.min() > floor and len(sheet.tree(floor)) < len(sheet.tree(0.0))
+
+
+def test_the_text_is_copied_past_what_was_drafted() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    sheet = sheet_for(text)
+    tree = sheet.tree(0.0)
+    assert (4, 5, 6, 7, 8, 9) in paths_of(tree) and set(tree.sources[1:]) == {"copied"}
+    begin(sheet, text, ends=frozenset({6}))
+    assert (4, 5, 6) in paths_of(sheet.tree(0.0)) and (4, 5, 6, 7) not in paths_of(sheet.tree(0.0))
+
+
+def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:
+    sheet = sheet_for([1, 2, 3])
+    tree = TokenTree(
+        np.array([3, 50]), np.array([-1, 0]), np.array([0, 1]), np.arange(2), np.ones(2), ["root", "draft"]
+    )
+    ranking = Ranking(np.array([[50, 51], [60, 61]]), np.array([[3.0, 1.0], [5.0, 0.0]]))
+    sheet.recycled.learn(tree, [], ranking)
+    begin(sheet, [1, 2, 3])
+    sheet.add(DraftedNodes(np.array([[50, 70]]), np.array([[0.6, 0.2]]), [-1]))
+    found = sheet.tree(0.0)
+    paths = paths_of(found)
+    assert (50, 60) in paths and paths[50,] > paths[70,]
+    assert found.sources[list(paths).index((50, 60))] == "recycled"
+
+
+def test_opinions_that_agree_are_one_node_and_likelier() -> None:
+    sheet = sheet_for([1, 2, 3, 4, 9, 1, 2, 3], max_depth=2)
+    sheet.add(DraftedNodes(np.array([[4, 70]]), np.array([[0.4, 0.4]]), [-1]))
+    tree = sheet.tree(0.0)
+    paths = paths_of(tree)
+    assert tree.tokens.tolist().count(4) == 1 and paths[4,] > 0.4 > paths[70,]
+    assert dict(zip(tree.tokens.tolist(), tree.sources, strict=True)) == {
+        3: "root",
+        4: "draft",
+        70: "draft",
+        9: "copied",
+    }
+
+
+def test_outcomes_are_learnt_from() -> None:
+    sheet, drafted = sheet_for([7, 8, 9]), grown(3, 4, 4)
+    sheet.add(drafted)
+    best = int(sheet.tree(0.0).tokens[1])
+    before = sheet.calibration.corrected("draft", np.array([0.5]))
+    for _ in range(60):
+        sheet.settle([0], [best + 1])  # never what was said
+    assert before[0] == 0.5 and sheet.calibration.corrected("draft", np.array([0.5]))[0] < 0.4
+
+
+def test_the_graph_says_what_the_tree_says() -> None:
+    sheet, drafted = sheet_for([7, 8, 9]), grown(5, 4, 4)
+    sheet.add(drafted)
+    tree = sheet.tree(0.0)
+    graph = sheet.graph()
+    again = graph.unroll(max_nodes=len(tree))
+    assert paths_of(again) == pytest.approx(paths_of(tree))
+    assert graph.drafted and 0 in graph.drafted
+
+
+def tree_of(tokens: list[int], parents: list[int], scores: list[float]) -> TokenTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    sources: Any = ["root", *["draft"] * (len(tokens) - 1)]
+    return TokenTree(
+        np.array(tokens), np.array(parents), np.array(depths), np.arange(len(tokens)), np.array(scores), sources
+    )
+
+
+def test_a_leaf_borrows_what_follows_the_same_tokens() -> None:
+    #   1 - 2 - 3 - 4    and    1 - 5 - 2 - 3: behind the second "2 3" stands "4" too
+    tree = tree_of([1, 2, 3, 4, 5, 2, 3], [-1, 0, 1, 2, 0, 4, 5], [1.0, 0.5, 0.4, 0.3, 0.4, 0.35, 0.32])
+    found = merged(tree, 2, 8, 64)
+    assert found.aliases == {6: 2}
+    assert paths_of(found.tree)[5, 2, 3, 4] == pytest.approx(0.32 * 0.3 / 0.4)
+    assert found.tree.sources[-1] == "merged" and found.tree.nodes[-1] == 3
+    assert len(merged(tree, 2, 3, 64).tree) == 7  # too deep
+    assert len(merged(tree, 2, 8, 7).tree) == 7  # no room
+
+
+def test_nothing_is_merged_that_would_close_a_cycle() -> None:
+    tree = tree_of([1, 2, 1, 2], [-1, 0, 1, 2], [1.0, 0.9, 0.8, 0.7])
+    assert not merged(tree, 2, 8, 64).aliases and merged(tree, 2, 8, 64).tree is tree
