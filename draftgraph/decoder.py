@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,7 +143,7 @@ class Decoding:
     def step(self) -> Step:
         """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
         self.decoder.claim(self)
-        with self.loan:
+        with self.loan, self.decoder.nothing_half_done():
             with self.stats.clock("draft"):
                 tree = self.grow()
             with self.stats.clock("verify"):
@@ -360,6 +361,17 @@ class GraphDecoder:
         decoding = Decoding(self, request, row, seed, outputs, config or self.config, reuse_cache)
         self._running = decoding
         return decoding
+
+    @contextmanager
+    def nothing_half_done(self) -> Iterator[None]:
+        """Interrupted between draft and commit, the engines forget the text: what they hold cannot be trusted."""
+        try:
+            yield
+        except BaseException:
+            for engine in (self.target_engine, self.draft_engine):
+                if engine is not None:
+                    engine.rewind(0)
+            raise
 
     def claim(self, decoding: Decoding) -> None:
         """Two texts cannot share one cache: the one started last has it."""

@@ -210,7 +210,7 @@ def test_recycling_never_changes_the_text(style: str, with_draft: bool) -> None:
             result = GraphDecoder(target, draft, config=config).generate(PROMPT, **arguments)
             assert result.sequences.tolist() == plain.sequences.tolist(), (family, config)
             recycled += result.stats.accepted_by_source["recycled"]
-    assert recycled > (0 if with_draft else 10)
+    assert with_draft or recycled > 10  # a draft of these few tokens names them all itself
 
 
 def test_recycled_tokens_are_counted_and_seen() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
-from draftgraph.errors import UnsupportedModelError
+from draftgraph.errors import UnsupportedModelError, UsageError
 from draftgraph.models.cache import notice
 
 TEXT_LENGTH = 5
@@ -46,9 +46,13 @@ def checked_engine(model: Any) -> Engine:
 
 
 def static_wanted(model: Any) -> bool:
-    """Where the environment asks for it, and the model is in one place."""
+    """On CUDA, if the model is in one place; `DRAFTGRAPH_ENGINE` asks for `static` passes elsewhere too, or for `eager`
+    ones everywhere."""
     places = {weight.device for weight in model.parameters()}
-    return len(places) == 1 and os.environ.get("DRAFTGRAPH_ENGINE") == "static"
+    asked = os.environ.get("DRAFTGRAPH_ENGINE", "static" if {place.type for place in places} == {"cuda"} else "eager")
+    if asked not in ("static", "eager"):
+        raise UsageError(f"DRAFTGRAPH_ENGINE must be static or eager, not {asked!r}")
+    return asked == "static" and len(places) == 1
 
 
 def _can_be_static(model: Any) -> bool:

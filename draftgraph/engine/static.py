@@ -168,7 +168,9 @@ class StaticEngine:
         self.scratch = scratch
 
     def rewind(self, length: int) -> None:
-        self._settle()
+        if length:
+            self._settle()
+        self._moves = []
         del self.text[length:]
         self.scratch = 0
 
