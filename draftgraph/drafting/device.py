@@ -6,7 +6,7 @@ Best first under a width: every level expands the likeliest nodes that are still
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from torch import Tensor
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.best import best_tokens
 from draftgraph.engine.capture import Captured
-from draftgraph.engine.graph_attention import WORD, GraphPass
+from draftgraph.engine.graph_attention import WORD
+from draftgraph.engine.growth import Growth, steps_on
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
@@ -53,30 +54,19 @@ class LevelProgram:
     def __init__(self, draft: DeviceDraft, new_tokens: int, levels: int, sampled: bool) -> None:
         self.draft, self.levels, self.sampled = draft, levels, sampled
         device = draft.engine.device
-        self.width = draft.width
-        expansions = (levels - 1) * self.width
-        self.words = max(1, -(-expansions // WORD))
         self.text = PassData(new_tokens, max(1, new_tokens // WORD), device)
-        self.size = draft.k * (1 + expansions)
-        whole = partial(torch.zeros, dtype=torch.long, device=device)
-        self.key = whole(1)  # of the noise
-        self.temperature = torch.zeros(1, dtype=torch.float64, device=device)
-        self.tokens, self.parents = whole(self.size), whole(self.size)
-        self.expanded = whole(max(expansions, 1))
-        self.scores = torch.zeros(self.size, device=device)
-        self.open = torch.zeros(self.size, device=device)
-        self.bits = whole(1 + expansions, self.words)  # ancestors of the root and of expanded nodes
-        self.depths = whole(1 + expansions)
-        self.scratch_positions = whole(1, self.words * WORD)
+        self.growth = Growth.of(levels, draft.width, draft.k, device)
+        self.steps = steps_on(device)
         self.causal = causal_words(new_tokens, self.text.words)
-        self.own_bits = own_bits(expansions, self.words).to(device)
+        self.key = torch.zeros(1, dtype=torch.long, device=device)  # of the noise
+        self.temperature = torch.zeros(1, dtype=torch.float64, device=device)
         self._write_aside(draft.engine.capacity)
         self.run = Captured(self._compute, device)
 
     def _write_aside(self, capacity: int) -> None:
         """Recording must not write over the text."""
         self.text.slots.copy_(torch.arange(capacity - self.text.width, capacity))
-        self.text.graph.lengths.fill_(capacity - 1 - len(self.expanded))
+        self.text.graph.lengths.fill_(capacity - 1 - len(self.growth.expanded))
 
     def tell(self, unread: list[int], length: int, capacity: int, noise: Any) -> None:
         """New tokens behind a text of this length, and the noise of sampled text."""
@@ -96,57 +86,35 @@ class LevelProgram:
 
     def nodes(self, result: Tensor) -> DraftedNodes:
         """Waits for a run."""
-        found, k = result.cpu().numpy(), self.draft.k
-        tokens, scores = found[: 2 * self.size].reshape(2, -1, k)
-        expanded = found[2 * self.size :].astype(np.int64)[: (self.levels - 1) * self.width]
+        found, size = result.cpu().numpy(), len(self.growth.tokens)
+        tokens, scores = found[: 2 * size].reshape(2, -1, self.growth.k)
+        expanded = found[2 * size :].astype(np.int64)[: len(tokens) - 1]
         paths = np.concatenate([[0.0], scores.ravel()[expanded]])[:, None]  # of the expanded nodes themselves
         with np.errstate(invalid="ignore"):  # a node that is none has children that are none
             probs = np.nan_to_num(np.exp(scores - paths))
         return DraftedNodes(tokens.astype(np.int64), probs, [-1, *expanded.tolist()])
 
     def _compute(self) -> Tensor:
-        text, draft = self.text, self.draft
-        self.open.fill_(-torch.inf)
-        length = text.graph.lengths + text.last + 1  # of the text with its new tokens
-        logits = draft.engine.graph_pass(text.tokens, text.positions, text.slots, text.graph)
-        root = torch.zeros(1, dtype=torch.long, device=length.device)
-        self._propose(0, logits.index_select(0, text.last), root.float(), root, length)
+        text, growth, engine = self.text, self.growth, self.draft.engine
+        growth.open.fill_(-torch.inf)
+        growth.length.copy_(text.graph.lengths + text.last + 1)  # of the text with its new tokens
+        logits = engine.graph_pass(text.tokens, text.positions, text.slots, text.graph)
+        self._propose(0, logits.index_select(0, text.last), torch.zeros_like(growth.scores[:1]), growth.length)
         for level in range(self.levels - 1):
-            self._expand(level, length)
-        results = (self.tokens, self.scores, self.expanded)
-        return torch.cat([part.double() for part in results])
+            self.steps.choose(growth, level, self.draft.readable)
+            seen = growth.level(level)
+            logits = engine.graph_pass(growth.next_tokens, growth.next_positions, growth.next_slots, seen)
+            self._propose(1 + level * growth.width, logits, growth.next_scores, growth.next_positions[0] + 1)
+        return torch.cat([part.double() for part in (growth.tokens, growth.scores, growth.expanded)])
 
-    def _expand(self, level: int, length: Tensor) -> None:
-        scores, chosen = torch.topk(self.open, self.width)
-        self.open.index_fill_(0, chosen, -torch.inf)
-        here = slice(level * self.width, (level + 1) * self.width)
-        rows = slice(1 + here.start, 1 + here.stop)
-        self.expanded[here] = chosen.where(scores > -torch.inf, -1)  # -1: nothing was open any more
-        above = self.parents[chosen]
-        self.bits[rows] = self.bits[above] | self.own_bits[here]
-        self.depths[rows] = self.depths[above] + 1
-        positions = length - 1 + self.depths[rows]
-        self.scratch_positions[0, here] = positions
-        slots = length + torch.arange(here.start, here.stop, device=length.device)
-        graph = GraphPass(length, self.bits[None, rows], positions[None], self.scratch_positions)
-        tokens = self.tokens[chosen].clamp(max=self.draft.readable - 1)
-        logits = self.draft.engine.graph_pass(tokens[None], positions[None], slots, graph)
-        numbers = torch.arange(rows.start, rows.stop, device=length.device)
-        self._propose(1 + level * self.width, logits, scores, numbers, positions + 1)
-
-    def _propose(self, first: int, logits: Tensor, scores: Tensor, parents: Tensor, positions: Tensor) -> None:
-        """The children of expanded nodes; `first` of all expansions is the first of these."""
-        k, tokens = self.draft.k, self.draft.written
+    def _propose(self, first: int, logits: Tensor, scores: Tensor, positions: Tensor) -> None:
+        """The children of the expansions from `first` on, whose next tokens have these positions."""
+        tokens = self.draft.written
         if self.sampled:
             noise = gumbel_rows(self.key, positions, tokens)
-            logits = logits[:, : len(tokens)].double() + self.temperature * noise
-        best, chances = best_tokens(logits.float() if self.sampled else logits, k)
-        here = slice(first * k, (first + len(logits)) * k)
-        self.tokens[here] = tokens[best].flatten()
-        self.scores[here] = (scores[:, None] + chances).flatten()
-        self.parents[here] = parents.repeat_interleave(k, output_size=len(parents) * k)
-        ends = self.draft.is_end[self.tokens[here]]
-        self.open[here] = self.scores[here].masked_fill(ends, -torch.inf)
+            logits = (logits[:, : len(tokens)].double() + self.temperature * noise).float()
+        best, chances = best_tokens(logits[:, : len(tokens)], self.growth.k)
+        self.steps.note(self.growth, first, scores, tokens[best], chances, self.draft.is_end)
 
 
 class DeviceDraft:
@@ -246,13 +214,6 @@ class DeviceDraft:
         if key not in self._programs:
             self._programs[key] = LevelProgram(self, *key)
         return self._programs[key]
-
-
-def own_bits(slots: int, words: int) -> Tensor:
-    """Row i has bit i alone. # int64 [slots, words]"""
-    bits = np.zeros((slots, words * WORD), dtype=bool)
-    bits[np.arange(slots), np.arange(slots)] = True
-    return torch.from_numpy(packed(bits).reshape(slots, words))
 
 
 def causal_words(width: int, words: int) -> Ints:
