@@ -10,13 +10,14 @@ from draftgraph.errors import UsageError
 
 Mode = Literal["auto", "graph", "tree", "chain", "off"]
 
-PAPER: dict[str, Any] = {"k": 4, "tau": 2, "theta_prob": 0.2, "theta_sib": 0.3, "growth": "level"}
+PAPER: dict[str, Any] = {"k": 4, "tau": 2, "theta_prob": 0.2, "theta_sib": 0.3, "max_depth": 8, "growth": "level"}
+OURS: dict[str, Any] = {"k": 8, "theta_prob": 0.0, "theta_sib": 0.0, "max_depth": 16, "growth": "best-first"}
 MODE_DEFAULTS: dict[str, dict[str, Any]] = {
     "graph": PAPER,
     "tree": PAPER,
     "chain": PAPER | {"k": 1, "theta_prob": 0.0, "theta_sib": 0.0},
     "off": PAPER,
-    "auto": {"k": 8, "tau": 2, "theta_prob": 0.0, "theta_sib": 0.0, "growth": "best-first"},
+    "auto": PAPER | OURS,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": tuple(MODE_DEFAULTS),
@@ -50,7 +51,7 @@ class GraphConfig:
     theta_prob: float = None  # type: ignore[assignment]  # under it a node stays a leaf
     theta_sib: float = None  # type: ignore[assignment]  # under it times the best sibling, a child is pruned
     max_nodes: int = 64  # verified in one pass, the root counted
-    max_depth: int = 8
+    max_depth: int = None  # type: ignore[assignment]  # levels
     chain_length: int = 5
     growth: Literal["level", "best-first"] = None  # type: ignore[assignment]
     sibling_pruning: Literal["drop", "leaf"] = "drop"  # the paper's text can be read both ways

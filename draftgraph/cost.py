@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from functools import cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -134,12 +134,16 @@ class DraftBudget:
 def levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int) -> int:
     """How many levels of this width, all drafted before the first is seen, give the most expected tokens for their
     cost: none if plain decoding gives more."""
-    if most < 1:
-        return 0
+    prices: Any = cost
+    return _levels_ahead(prices, most, width, round(20 * hit) / 20, nodes) if most > 0 else 0
+
+
+@lru_cache(256)
+def _levels_ahead(cost: Any, most: int, width: int, hit: float, nodes: int) -> int:
     fitting = [place for place, size in enumerate(SIZES) if size < nodes]
     checked = cost.of_pass(np.array([1 + SIZES[place] for place in fitting]))
     levels = np.arange(1, most + 1)[:, None]
-    tokens = 1.0 + gains_below(round(20 * hit) / 20, most)[:, fitting]
+    tokens = 1.0 + gains_below(hit, most)[:, fitting]
     rates = tokens / (levels * cost.of_level(np.array([width])) + checked)  # [levels, sizes]
     plain = 1.0 / float(cost.of_pass(np.array([1]))[0])
     return int(rates.max(axis=1).argmax()) + 1 if rates.size and rates.max() > plain else 0

@@ -192,12 +192,12 @@ class Decoding:
         accepted = [0, *chosen.path]
         position = len(self.text) - 1
         self.target.commit(accepted, tree.tokens[accepted].tolist())
-        self.text.extend(chosen.tokens)
-        self.finish_reason = chosen.finish_reason
         if self.draft is not None:
             self.draft.commit(tree, chosen.path, self.graph)
-            if self.finish_reason is None:
-                self.begin([self.draft])
+        self.text.extend(chosen.tokens)
+        self.finish_reason = chosen.finish_reason
+        if self.draft is not None and self.finish_reason is None:
+            self.begin([self.draft])
         graph = self.graph if self.sheet is None else self.sheet.graph()
         step = Step(position, graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         self.learn(step, scored, chosen)

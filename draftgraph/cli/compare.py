@@ -55,9 +55,9 @@ def compare(prompt: Prompt, settings: Settings, repeat: Repeat = 3) -> None:
     """Time a mode against plain decoding and check that the tokens are the same."""
     text = read_prompt(prompt)
     refuse_outside("repeat", repeat, 1)
-    if settings.mode == "off":
-        raise UsageError("compare runs mode off and another one: choose --mode auto, graph, tree or chain")
     plain, chosen = Timed(settings.graph_config(mode="off")), Timed(settings.graph_config())
+    if chosen.config.mode == "off":
+        raise UsageError("compare runs mode off and another one: choose --mode auto, graph, tree or chain")
     sampling = settings.sampling_arguments()
     pair = load_pair(settings)
     from draftgraph.decoder import fresh_seed

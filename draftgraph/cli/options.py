@@ -12,6 +12,7 @@ from draftgraph.cli.configfile import read_config_file
 from draftgraph.cli.errors import complain
 from draftgraph.config import CHOICES, PRICES, RANGES, GraphConfig
 from draftgraph.errors import UsageError
+from draftgraph.profile import read_profile
 
 SAMPLING: dict[str, tuple[float, float | None]] = {
     "max_new_tokens": (1, None),
@@ -65,7 +66,7 @@ class Settings:
     device: Annotated[str | None, model("Where to compute", "cpu|cuda|cuda:N", ["cpu", "cuda"])] = None
     dtype: Annotated[str | None, model("Number format of weights", "|".join(DTYPES), DTYPES)] = None
 
-    mode: Annotated[str, graph("mode", "How to draft; off: decode plainly")] = "auto"
+    mode: Annotated[str | None, graph("mode", "How to draft, auto if left out; off: decode plainly")] = None
     k: Annotated[int | None, graph("k", "Children per node")] = None
     tau: Annotated[int | None, graph("tau", "Tokens of a repeated n-gram that make a merge")] = None
     theta_prob: Annotated[float | None, graph("theta_prob", "Under it a node stays a leaf")] = None
@@ -76,6 +77,9 @@ class Settings:
     growth: Annotated[str | None, graph("growth", "Order in which a graph grows")] = None
     cost: Annotated[
         str | None, option("Graph", "What mode auto takes passes to cost", "|".join(PRICES), list(PRICES))
+    ] = None
+    profile: Annotated[
+        str | None, option("Graph", "A setting that tune --search found; other options win over it", "FILE")
     ] = None
 
     max_new_tokens: Annotated[int | None, sampling("max_new_tokens", "Tokens to generate at most, 256")] = None
@@ -103,7 +107,12 @@ class Settings:
         return self.given("target", "draft", "device", "dtype")
 
     def graph_config(self, **changes: Any) -> GraphConfig:
-        return GraphConfig(**self.given("mode", "growth", "cost", *RANGES) | changes)
+        return GraphConfig(**self.profile_setting() | self.given("mode", "growth", "cost", *RANGES) | changes)
+
+    def profile_setting(self) -> dict[str, Any]:
+        """Nothing where a mode was asked for that the profile is not for."""
+        setting = {} if self.profile is None else read_profile(self.profile).setting
+        return setting if self.mode in (None, setting.get("mode")) else {}
 
     def sampling_arguments(self) -> dict[str, Any]:
         """Arguments of `Pair.start` and `Pair.generate`, the graph's configuration apart."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
+from draftgraph.cli.errors import complain
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -88,4 +89,18 @@ def load_pair(settings: Settings) -> Pair:
     """The models that the settings name."""
     with busy("starting"):  # torch and transformers take seconds to import; the loader has bars of its own
         from draftgraph.pair import load
-    return load(**settings.model_arguments())
+    pair = load(**settings.model_arguments())
+    if settings.profile is not None:
+        tell_of_profile(settings, pair)
+    return pair
+
+
+def tell_of_profile(settings: Settings, pair: Pair) -> None:
+    """What is not as it was when the profile was found: it may be slower here, and gives the same tokens."""
+    from draftgraph.bench.speed import pair_key
+    from draftgraph.profile import read_profile
+
+    if not settings.profile_setting():
+        complain(f"the profile {settings.profile} is for another mode: mode {settings.mode} does without")
+    elif others := read_profile(str(settings.profile)).differences(pair_key(pair)):
+        complain(f"the profile {settings.profile} was found for another {' and '.join(others)}: used all the same")

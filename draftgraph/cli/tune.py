@@ -1,4 +1,4 @@
-"""`draftgraph tune`: how long passes take on this machine, and what `auto` makes of it."""
+"""`draftgraph tune`: how long passes take here, and what `auto` makes of it; `--search` is in `search.py`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,40 @@ from rich.table import Table
 
 from draftgraph.cli.bench import refuse_unwritable
 from draftgraph.cli.options import Settings, option
+from draftgraph.cli.search import Data, NewTokens, Prompts, SaveProfile, Search, Seconds, Tasks, Trials, search_settings
 from draftgraph.cli.terminal import busy, console, load_pair, stderr_console, write_json
+from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
     from draftgraph.tuning.report import TuneReport
 
-TUNE_OPTIONS = ("target", "draft", "device", "dtype", "k", "max_nodes", "max_depth", "json", "config", "debug")
+TUNE_OPTIONS = ("target", "draft", "device", "dtype", "k", "max_nodes", "max_depth", "seed", "json", "config", "debug")
 CHOICES = ("draft's best\ntoken right", "draft\nlevels", "checked\nnodes", "tokens\nper pass", "times as\nfast as off")
 Out = Annotated[
-    str | None, option("Input and output", "Write latency.json, latency.svg and latency.png there", "FOLDER")
+    str | None,
+    option("Input and output", "Write latency.json and plots there; of a search, all it finds: search", "FOLDER"),
 ]
 
 
-def tune(settings: Settings, out: Out = None) -> None:
-    """Measure how long passes take on this machine, now, for mode auto to decide by."""
+def tune(
+    settings: Settings,
+    out: Out = None,
+    search: Search = False,
+    data: Data = None,
+    tasks: Tasks = None,
+    prompts: Prompts = 4,
+    trials: Trials = 40,
+    new_tokens: NewTokens = 64,
+    seconds: Seconds = None,
+    save_profile: SaveProfile = None,
+) -> None:
+    """Measure how long passes take on this machine, now, for mode auto to decide by; or search settings of graph."""
+    if search:
+        search_settings(settings, data, tasks, prompts, trials, new_tokens, seconds, save_profile, out)
+        return
+    for name, value in (("data", data), ("save-profile", save_profile)):
+        if value is not None:
+            raise UsageError(f"--{name} belongs to a search: add --search")
     config = settings.graph_config()
     if out is not None:
         refuse_unwritable(Path(out))

@@ -33,7 +33,7 @@ TILINGS = (
 )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     given, weight, bias, out, parts, rows, outputs, inputs, given_row, weight_row,
     most_rows: tl.constexpr, tile: tl.constexpr, step: tl.constexpr, splits: tl.constexpr, whole: tl.constexpr,
