@@ -21,6 +21,7 @@ from draftgraph.profile import FIELDS, Profile, read_profile
 from draftgraph.tuning import history, search, searching
 from draftgraph.tuning.search_report import SearchReport
 from draftgraph.tuning.searching import ROUNDS, Limit
+from draftgraph.tuning.turns import Outcome
 
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 DRAWN = {"search.svg", "search.png"}
@@ -194,7 +195,7 @@ def test_nothing_is_begun_that_would_not_be_done_in_time(pair, tmp_path, monkeyp
     assert limit.allows(1000) and Limit(None).allows(1000)
     with limit.watch(4):
         now[0] += 20.0
-    assert limit.allows(15) and not limit.allows(16)
+    assert limit.allows(10) and not limit.allows(11)  # half as long again
     decode = Stopwatch.run
 
     def slow(watch, mode, prompt, plain):
@@ -203,8 +204,20 @@ def test_nothing_is_begun_that_would_not_be_done_in_time(pair, tmp_path, monkeyp
 
     monkeypatch.setattr(Stopwatch, "run", slow)
     report = small(pair, tmp_path / "out", trials=20, seconds=60)  # 8 a trial, 24 a round at most
-    assert len(report.trials) == 4 and report.rounds == 1
-    assert small(pair, tmp_path / "out", trials=4).rounds == ROUNDS
+    assert len(report.trials) == 2 and report.rounds == 2
+    assert small(pair, tmp_path / "out", trials=2).rounds == ROUNDS
+
+
+def test_a_stall_spoils_no_trial():
+    def answer(mode: str, prompt: int, taken: float) -> Record:
+        counts = dict.fromkeys(("first_token_seconds", "steps", "new_tokens", "nodes", "draft_passes"), 1)
+        told = {"accepted_by_source": {}, "loops": False, "same": True, "tie": False}
+        return {"task": "cats", "prompt": prompt, "mode": mode, "repeat": 0, "ms_per_token": taken} | counts | told
+
+    runs = [answer("off", prompt, 4.0) for prompt in range(3)]
+    runs += [answer("trial", prompt, taken) for prompt, taken in enumerate((2.0, 400.0, 2.5))]
+    outcome = Outcome.of(runs, "trial")
+    assert outcome.usual == pytest.approx(1.6) and outcome.speed.ratio < 0.5
 
 
 def test_without_matplotlib_there_is_no_picture(pair, tmp_path, monkeypatch):

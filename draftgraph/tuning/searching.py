@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from draftgraph.bench.runs import Record, digest
@@ -27,25 +28,28 @@ if TYPE_CHECKING:
 
 FINALISTS = 3  # of a noisy search the first need not be the best: so many are measured again, beside each other
 ROUNDS = 3
+SPARE = 1.5
 PROFILE = "profile.toml"
 WIDE = GraphConfig(mode="graph", growth="best-first", k=8, theta_prob=0.0, theta_sib=0.0)
 
 
 class Limit:
-    """Nothing is begun that would not be done in time, if an answer takes as long as in the slowest part so far."""
+    """Nothing is begun that would not be done in time, if answers take as long as they usually did, and half as long
+    again."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
-        self._slowest = 0.0
+        self._seconds: list[float] = []  # of an answer, by task or round
 
     def allows(self, answers: int) -> bool:
-        return self._end is None or time.monotonic() + answers * self._slowest < self._end
+        usual = median(self._seconds) if self._seconds else 0.0
+        return self._end is None or time.monotonic() + SPARE * answers * usual < self._end
 
     @contextmanager
     def watch(self, answers: int) -> Iterator[None]:
         start = time.monotonic()
         yield
-        self._slowest = max(self._slowest, (time.monotonic() - start) / answers)
+        self._seconds.append((time.monotonic() - start) / answers)
 
 
 def search(
@@ -126,13 +130,13 @@ def try_one(study: Study, turns: Turns, limit: Limit) -> None:
         for step, task in enumerate(turns.tasks):
             with limit.watch(2 * len(turns.tasks[task])):
                 runs += turns.task(task, ["trial"])
-            ratio = Outcome.of(runs, "trial").speed.ratio
-            trial.report(ratio, step)
+            usual = Outcome.of(runs, "trial").usual
+            trial.report(usual, step)
             trial.set_user_attr("runs", runs)
             if step + 1 < len(turns.tasks) and trial.should_prune():
                 study.tell(trial, state=TrialState.PRUNED)
                 return
-        study.tell(trial, ratio)
+        study.tell(trial, usual)
     except BaseException:
         study.tell(trial, state=TrialState.FAIL)
         raise

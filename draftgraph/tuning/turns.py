@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean, median
 
 from draftgraph.bench.intervals import Speed
 from draftgraph.bench.runs import Place, Record
@@ -33,6 +34,7 @@ class Outcome:
     """How a setting did. A prompt's times are medians of its repeats."""
 
     speed: Speed  # against plain decoding of the same prompts, in turns
+    usual: float  # the same by the median prompt of each task: a machine that stalls once does not spoil it
     tokens_per_pass: float
     nodes_per_pass: float
     draft_passes: float  # per pass of the target
@@ -43,12 +45,16 @@ class Outcome:
 
     @classmethod
     def of(cls, runs: Sequence[Record], mode: str) -> Outcome:
-        own = [run for run in runs if run["mode"] == mode]
-        found = mode_figures(mode, own, times_of(runs, PLAIN), ())
+        own, plain = [run for run in runs if run["mode"] == mode], times_of(runs, PLAIN)
+        found = mode_figures(mode, own, plain, ())
+        ratios: dict[str, list[float]] = {}
+        for prompt, taken in times_of(own, mode).items():
+            ratios.setdefault(prompt[0], []).append(plain[prompt] / taken)
+        usual = geometric_mean(median(of_task) for of_task in ratios.values())
         tasks = {one.task: one.speed.ratio for one in found.tasks}
         mean = found.overall
         figures = (mean.tokens_per_pass, mean.nodes_per_pass, mean.draft_passes)
-        return cls(mean.speed, *figures, tasks, found.answers, found.same, found.ties)
+        return cls(mean.speed, usual, *figures, tasks, found.answers, found.same, found.ties)
 
     @property
     def step_cost(self) -> float:
