@@ -201,9 +201,11 @@ class DraftNoise:
     temperature: float
     stream: int
 
-    def __call__(self, logits: Tensor, positions: Ints) -> Tensor:
-        rows = [self.noise.gumbel(int(at), logits.shape[1], logits.device, self.stream) for at in positions]
-        return (logits.double() + self.temperature * torch.stack(rows)).float()
+    def __call__(self, logits: Tensor, positions: Ints, tokens: Tensor | None = None, size: int = 0) -> Tensor:
+        """Of all tokens, or of some of so many."""
+        rows = [self.noise.gumbel(int(at), size or logits.shape[1], logits.device, self.stream) for at in positions]
+        noise = torch.stack(rows if tokens is None else [row[tokens] for row in rows])
+        return (logits.double() + self.temperature * noise).float()
 
     def of(self, tokens: Ints, positions: Ints) -> Floats:
         """The same noise for a few tokens of each row. # [nodes, tokens]"""

@@ -19,7 +19,7 @@ from draftgraph.bench.walker import Trunk, Walker
 from draftgraph.choose import DraftNoise
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
-from draftgraph.drafting.model import Perturb, likeliest, mark_visible
+from draftgraph.drafting.model import Perturb, mark_visible
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.errors import UnsupportedModelError, UsageError
@@ -155,8 +155,7 @@ class Replay:
         said = []
         parts = logits.split([len(places) for _, places in noises])
         for part, (perturb, places) in zip(parts, noises, strict=True):
-            part = self.decoder.draft_vocabulary.to_target(part).float()
-            said.append(likeliest(part if perturb is None else perturb(part, places + 1), self.k))
+            said.append(self.decoder.draft_vocabulary.best(part, self.k, perturb, places + 1))
         return joined(said)
 
     def _depth_limit(self, walker: Walker) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftgraph.engine.runner import Engine, common_prefix
 from draftgraph.graph import NO_TOKEN, ROOT, Bools, Floats, Ints, Source, TokenGraph, TokenTree
 
-Perturb = Callable[[Tensor, Ints], Tensor]  # logits [nodes, vocabulary], positions of their next tokens
+Perturb = Callable[..., Tensor]  # logits [nodes, tokens], positions of the next tokens; which tokens, of how many
 Ancestors = dict[int, Bools]  # graph node -> the scratch slots that it sees, its own last
 
 
@@ -40,6 +40,22 @@ class DraftVocabulary:
         elif logits.shape[1] < self.target_size:
             logits = torch.nn.functional.pad(logits, (0, self.target_size - logits.shape[1]), value=-torch.inf)
         return logits[:, : self.target_size]
+
+
+    def best(
+        self, logits: Tensor, k: int, perturb: Perturb | None = None, positions: Ints | None = None
+    ) -> tuple[Ints, Floats]:
+        """The target's tokens that the draft likes best, with the noise of their positions: see `likeliest`."""
+        if self.written is None or int(self.written.max()) >= self.target_size:
+            logits = self.to_target(logits).float()
+            return likeliest(logits if perturb is None else perturb(logits, positions), k)
+        self.written = self.written.to(logits.device)
+        logits = logits[:, : len(self.written)].float()
+        if perturb is not None:
+            logits = perturb(logits, positions, self.written, self.target_size)
+        columns, probs = likeliest(logits, k)
+        tokens: Ints = np.where(columns == NO_TOKEN, NO_TOKEN, self.written.cpu().numpy()[columns])
+        return tokens, probs
 
 
 class ModelProposer:
@@ -74,13 +90,12 @@ class ModelProposer:
         self.logits.clear()
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
-        logits = self._vocabulary.to_target(self._fed(graph, frontier)).float()
+        logits = self._fed(graph, frontier)
         if self.keep_logits:
-            self.logits.update(zip(frontier, logits.clone(), strict=True))
-        if self.perturb is not None:
-            positions = len(self._text) + np.array([graph.depths[node] for node in frontier])
-            logits = self.perturb(logits, positions)
-        return likeliest(logits, self.k)
+            full = self._vocabulary.to_target(logits).float()
+            self.logits.update(zip(frontier, full.clone(), strict=True))
+        positions = len(self._text) + np.array([graph.depths[node] for node in frontier])
+        return self._vocabulary.best(logits, self.k, self.perturb, positions)
 
     def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
         """Keeps what the draft was fed along the accepted path: up to the first leaf, merge or copy."""
