@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 HIT = 0.8  # how likely the best child of a node is to be accepted, before any outcome is known
 HIT_WEIGHT = 4.0  # outcomes that this counts for
+NEARLY = 0.97  # of the best rate
 KEPT = 0.98  # how much of what is known about the draft a step leaves
 
 
@@ -62,9 +63,11 @@ class FlatCost:
 
 
 def nodes_worth_checking(tree: TokenTree, cost: CostModel, spent: float = 0.0) -> int:
-    """How many of a tree's nodes, best first, give the most expected tokens for their cost and what was spent."""
+    """How many of a tree's nodes, best first, give the most expected tokens for their cost and what was spent; where
+    that is nearly a matter of taste, the more: a step also costs what no price tells."""
     expected = np.cumsum(tree.scores)  # the root's token is certain: it counts for the one that the target adds
-    return int(np.argmax(expected / (spent + cost.of_pass(np.arange(1, len(tree) + 1))))) + 1
+    rates = expected / (spent + cost.of_pass(np.arange(1, len(tree) + 1)))
+    return int(np.flatnonzero(rates >= NEARLY * rates.max())[-1]) + 1
 
 
 class HitRate:
