@@ -1,243 +1,33 @@
-"""The loop: grow, prune and merge, flatten, verify, commit; one code path for every mode."""
+"""The front door: a target, a draft, and one text after another; what a step does stands in `decoding`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Scored, Walk, walk
+from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
-from draftgraph.cost import DraftBudget, FlatCost, HitRate, levels_ahead, nodes_worth_checking
-from draftgraph.drafting import Proposer, grow
+from draftgraph.cost import FlatCost, HitRate
+from draftgraph.decoding import Decoding
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import WIDTH, DeviceDraft
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
-from draftgraph.drafting.pool import Pool
-from draftgraph.drafting.recycle import RecycleProposer
-from draftgraph.drafting.sheet import Sheet
-from draftgraph.drafting.suffix import SuffixProposer
-from draftgraph.engine.loan import Loan, unwrapped
-from draftgraph.engine.runner import Engine, common_prefix
+from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.runner import Engine
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.fields import setting
 from draftgraph.generation import Request, prepare, unpadded_rows
-from draftgraph.graph import TokenGraph, TokenTree
-from draftgraph.noise import KeyedNoise
 from draftgraph.output import GraphOutput, gathered
 from draftgraph.rows import apart, row_arguments
-from draftgraph.stats import Stats
-from draftgraph.trace import Observer, Step
-from draftgraph.tuning import pricing_of
-
-
-class Decoding:
-    """One text being continued, step by step."""
-
-    def __init__(
-        self,
-        decoder: GraphDecoder,
-        request: Request,
-        row: int,
-        seed: int,
-        outputs: Outputs,
-        config: GraphConfig,
-        reuse_cache: bool = False,
-    ) -> None:
-        self.decoder = decoder
-        self.loan = Loan(*decoder.models)
-        self.request = request
-        self.stats = Stats()
-        self.outputs = outputs
-        self.target = decoder.target_engine
-        padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
-        ids = request.input_ids[row : row + 1]
-        self.prefix = Prefix.of(ids, request.max_length, padding)
-        self.text: list[int] = ids[0, padding:].tolist()
-        self.prompt_length = self.stats.prompt_tokens = len(self.text)
-        self.finish_reason: FinishReason | None = None
-        self.graph = TokenGraph(self.text[-1], config)
-        self.config = config if decoder.can_branch else replace(config, k=1)
-        self.pricing = pricing_of(decoder, self.config)
-
-        sample = row % (request.config.num_return_sequences or 1)
-        self.noise = KeyedNoise(seed, sample) if request.samples else None
-        self.draft = decoder.draft_proposer(self.config, request.eos_ids) if config.drafts else None
-        self.chooser = self._chooser()
-        self.memories: list[Proposer] = []
-        if config.copies or (config.drafts and self.draft is None):
-            self.copied = SuffixProposer(self.config.k)
-            self.memories.append(self.copied)
-        self.recycled = None
-        if config.mode == "auto":
-            self.recycled = RecycleProposer(self.config.k, self.chooser.perturb(request.temperature))
-            self.memories.append(self.recycled)
-        if self.draft is not None:
-            self.draft.perturb = self.chooser.perturb(request.temperature)
-        self.proposers = [*self.memories, *([self.draft] if self.draft else [])]
-        self.pool = Pool(self.config.k, decoder.calibrations[request.samples])
-        self.sheet = self._sheet()
-        self.cost = self.pricing.at(len(self.text), self.stats)
-        self._prefill(reuse_cache)
-
-    def _chooser(self) -> KeyedChooser | RejectionChooser:
-        processors, temperature = self.request.processors, self.request.temperature
-        if self.config.verification == "rejection" and self.noise is not None:
-            drafted = {}
-            if isinstance(self.draft, ModelProposer):
-                self.draft.keep_logits, drafted = True, self.draft.logits
-            return RejectionChooser(processors, self.noise, temperature, drafted, self.outputs)
-        return KeyedChooser(processors, self.noise, self.outputs)
-
-    def _sheet(self) -> Sheet | None:
-        """Where a draft hands over all its levels at once."""
-        if self.recycled is None or not isinstance(self.draft, DeviceDraft):
-            return None
-        return Sheet(self.copied, self.recycled, self.pool.calibration, self.config)
-
-    def _prefill(self, reuse_cache: bool) -> None:
-        """Both models read the text but for its last token, which is the first root."""
-        chunk = self.request.config.prefill_chunk_size
-        engines = [self.target, *([self.draft.engine] if self.draft else [])]
-        with self.loan, self.stats.clock("prefill"):
-            for engine in engines:
-                engine.begin(len(self.text), reuse_cache)
-                engine.reserve(self.request.max_length + self.config.nodes)
-            self.target.rewind(common_prefix(self.target.text, self.text[:-1]))
-            self.target.prefill(self.text[len(self.target.text) : -1], chunk, self.text[-1])
-            if self.draft is not None:
-                self.draft.catch_up(self.text, chunk)
-            self.begin(self.proposers)
-
-    def begin(self, proposers: Sequence[Proposer]) -> None:
-        """The next step starts at the end of the text. A draft on a device of its own sets off at once."""
-        if isinstance(self.draft, DeviceDraft) and self.draft in proposers:
-            self.draft.levels = self._levels_ahead(self.draft.width)
-        for proposer in proposers:
-            proposer.begin(self.text)
-        if self.sheet is not None and self.copied in proposers:
-            self.sheet.begin(self.text, self._depth_limit(), self.request.eos_ids)
-
-    def _levels_ahead(self, width: int) -> int:
-        depth = min(self.config.levels, self._depth_limit())
-        if self.config.mode != "auto":
-            return depth
-        return levels_ahead(self.cost, depth, width, self.decoder.hits.rate, self.config.nodes)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The tokens of every step, until a stop condition holds."""
-        return (step.tokens for step in self.steps())
-
-    def steps(self) -> Iterator[Step]:
-        while self.finish_reason is None:
-            yield self.step()
-
-    def step(self) -> Step:
-        """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
-        self.decoder.claim(self)
-        with self.loan, self.decoder.nothing_half_done():
-            with self.stats.clock("draft"):
-                tree = self.grow()
-            with self.stats.clock("verify"):
-                scored = self.verify(tree)
-            with self.stats.clock("other"):
-                chosen = self.walk(tree, scored)
-                return self.commit(tree, scored, chosen)
-
-    def grow(self) -> TokenTree:
-        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
-        if self.sheet is not None:
-            return self._grow_at_once(self.sheet)
-        graph = self.graph = TokenGraph(self.text[-1], self.config, self._depth_limit(), self.request.eos_ids)
-        if self.config.mode != "auto":
-            return grow(graph, self.proposers)
-        cost = self.cost = self.pricing.at(len(self.text), self.stats)
-        budget = DraftBudget(cost, graph.max_depth, self.decoder.hits.rate, graph.max_nodes) if self.draft else None
-        self.pool.begin()
-        tree = grow(graph, self.proposers, cost.floor(), budget, self.pool)
-        return tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else 0.0))
-
-    def _grow_at_once(self, sheet: Sheet) -> TokenTree:
-        assert isinstance(self.draft, DeviceDraft)
-        cost = self.cost = self.pricing.at(len(self.text), self.stats)
-        spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
-        if (drafted := self.draft.drafted()) is not None:
-            sheet.add(drafted)
-        tree = sheet.tree(cost.floor())
-        return tree.first(nodes_worth_checking(tree, cost, spent))
-
-    def verify(self, tree: TokenTree) -> Scored:
-        """What the target says at every node, in one pass."""
-        logits = self.target.forward(tree.tokens, tree.depths, tree.mask)
-        ranked = self.target.ranks or self.recycled is not None
-        return Scored(logits, self.target.rank(logits) if ranked else None)
-
-    def walk(self, tree: TokenTree, scored: Scored) -> Walk:
-        """The path that the target agrees with, and the token that it adds."""
-        chosen = walk(tree, scored, self.chooser, self.prefix, self.request.criteria)
-        if not self.request.may_be_invalid and not scored.finite(chosen.visited):
-            raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
-        return chosen
-
-    def commit(self, tree: TokenTree, scored: Scored, chosen: Walk) -> Step:
-        """The accepted path becomes text in both caches; the rest is forgotten."""
-        accepted = [0, *chosen.path]
-        position = len(self.text) - 1
-        self.target.commit(accepted, tree.tokens[accepted].tolist())
-        if self.draft is not None:
-            self.draft.commit(tree, chosen.path, self.graph)
-        self.text.extend(chosen.tokens)
-        self.finish_reason = chosen.finish_reason
-        if self.draft is not None and self.finish_reason is None:
-            self.begin([self.draft])
-        graph = self.graph if self.sheet is None else self.sheet.graph()
-        step = Step(position, graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
-        self.learn(step, scored, chosen)
-        self.begin(self.memories)
-        return step
-
-    def learn(self, step: Step, scored: Scored, chosen: Walk) -> None:
-        """Keeps what the target said, also at rejected nodes, and how well it had been foretold."""
-        if self.recycled is not None and scored.ranking is not None:
-            self.recycled.learn(step.tree, chosen.path, scored.ranking)
-            if self.sheet is not None:
-                self.sheet.settle(chosen.visited, chosen.tokens)
-            else:
-                self.pool.settle(step.graph, step.tree, chosen.visited, chosen.tokens)
-        for memory in self.memories:
-            memory.commit(step.tree, chosen.path, step.graph)
-        if self.noise is not None:
-            self.noise.forget_before(len(self.text))
-        self.stats.count(step)
-        if self.draft is not None:
-            self.stats.draft_passes, self.stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
-            self.decoder.hits.count(step)
-        if self.decoder.observer is not None:
-            self.decoder.observer(step)
-
-    def _depth_limit(self) -> int:
-        """No deeper than the text may still grow, nor across a change of the rotary embedding."""
-        engines: list[Engine] = [self.target, *([self.draft.engine] if self.draft else [])]
-        limits = [engine.depth_limit(len(self.text) - 1) for engine in engines]
-        remaining = self.request.max_length - self.prefix.length - 1
-        return max(0, min([remaining, *(limit for limit in limits if limit is not None)]))
-
-    @property
-    def prices(self) -> str | None:
-        """The prices that mode `auto` decides by: measured, flat, or the class of one's own."""
-        return self.pricing.name if self.config.mode == "auto" else None
-
-    @property
-    def new_tokens(self) -> list[int]:
-        return self.text[self.prompt_length :]
+from draftgraph.trace import Observer
 
 
 @dataclass(eq=False, repr=False)

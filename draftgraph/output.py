@@ -11,7 +11,7 @@ from torch import Tensor
 from draftgraph.stats import Stats
 
 if TYPE_CHECKING:
-    from draftgraph.decoder import Decoding
+    from draftgraph.decoding import Decoding
 
 
 @dataclass

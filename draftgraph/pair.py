@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from draftgraph.config import GraphConfig
-from draftgraph.decoder import Decoding, GraphDecoder, fresh_seed
+from draftgraph.decoder import GraphDecoder, fresh_seed
+from draftgraph.decoding import Decoding
 from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.generation import context_window, prepare

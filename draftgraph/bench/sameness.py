@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftgraph.decoder import Decoding
+    from draftgraph.decoding import Decoding
 
 STEPS_OF_A_TIE = 2.0  # each of two scores may be off by one step
 

@@ -16,7 +16,7 @@ from draftgraph.bench.sameness import difference
 
 if TYPE_CHECKING:
     from draftgraph.config import GraphConfig
-    from draftgraph.decoder import Decoding
+    from draftgraph.decoding import Decoding
     from draftgraph.pair import Pair
 
 

@@ -22,7 +22,7 @@ from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.text import TextStream, encode
 
 if TYPE_CHECKING:
-    from draftgraph.decoder import Decoding
+    from draftgraph.decoding import Decoding
     from draftgraph.pair import Pair
     from draftgraph.stats import Stats
 

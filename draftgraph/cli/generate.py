@@ -12,7 +12,7 @@ from draftgraph.cli.options import Settings
 from draftgraph.cli.terminal import busy, load_pair, read_prompt, stderr_console, write, write_json
 
 if TYPE_CHECKING:
-    from draftgraph.decoder import Decoding
+    from draftgraph.decoding import Decoding
     from draftgraph.pair import Pair
     from draftgraph.stats import Stats
 

@@ -21,9 +21,6 @@ class Proposer(Protocol):
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         """Children and acceptance estimates, each [frontier, k], best first, padded with NO_TOKEN."""
 
-    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
-        """The target accepted this path of the tree (the root left out)."""
-
 
 def grow(
     graph: TokenGraph,

@@ -20,7 +20,7 @@ from draftgraph.engine.graph_attention import WORD
 from draftgraph.engine.growth import Growth, steps_on
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine
-from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
 from draftgraph.noise import gumbel_rows, signed
 
 WIDTH = 8  # nodes that a level expands
@@ -190,9 +190,6 @@ class DeviceDraft:
         if self._nodes is None and self._started is not None:
             self._nodes = self._started[0].nodes(self._started[1])
         return self._nodes
-
-    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph | None) -> None:
-        """Nothing is kept: the next step reads all that was accepted, for the price of a level that it needs anyway."""
 
     def _place(self, graph: TokenGraph, node: int) -> int | None:
         """The drafted node that a graph node stands for."""

@@ -41,7 +41,6 @@ class DraftVocabulary:
             logits = torch.nn.functional.pad(logits, (0, self.target_size - logits.shape[1]), value=-torch.inf)
         return logits[:, : self.target_size]
 
-
     def best(
         self, logits: Tensor, k: int, perturb: Perturb | None = None, positions: Ints | None = None
     ) -> tuple[Ints, Floats]:

@@ -132,9 +132,6 @@ class RecycleProposer:
         order = [*sorted(set(range(len(tree))) - set(accepted), reverse=True), *accepted]
         self.memory.keep([contexts[node] for node in order], Ranking(ranking.tokens[order], ranking.logits[order]))
 
-    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
-        self._contexts.clear()
-
     def _context(self, graph: TokenGraph, node: int) -> Context:
         if node not in self._contexts:
             above = self._context(graph, graph.parents[node])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
 
 EMPTY = 0
 Match = tuple[int, int]  # state of the automaton, how many tokens match
@@ -116,9 +116,6 @@ class SuffixProposer:
 
     def follow(self, match: Match, token: int) -> Match:
         return self._automaton.follow(*match, token)
-
-    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
-        self._matches.clear()
 
     def _match(self, graph: TokenGraph, node: int) -> Match:
         if node not in self._matches:

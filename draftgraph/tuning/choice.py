@@ -9,7 +9,7 @@ import numpy as np
 from draftgraph.config import GraphConfig
 from draftgraph.cost import CostModel, DraftBudget, nodes_worth_checking
 from draftgraph.drafting import grow
-from draftgraph.graph import Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.graph import Floats, Ints, Source, TokenGraph
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class SureProposer:
         self._token = int(tokens.max())
         self.levels += 1
         return tokens, np.broadcast_to(self._chances, shape)
-
-    def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None: ...
 
 
 def choice(cost: CostModel, hit: float, config: GraphConfig) -> Choice:

@@ -1,0 +1,183 @@
+"""One text: grow, prune and merge, flatten, verify, commit, step by step; one code path for every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Scored, Walk, walk
+from draftgraph.config import GraphConfig
+from draftgraph.drafting.growers import Limits, Sources, grower_for
+from draftgraph.drafting.model import ModelProposer
+from draftgraph.drafting.recycle import RecycleProposer
+from draftgraph.drafting.suffix import SuffixProposer
+from draftgraph.engine.loan import Loan
+from draftgraph.engine.runner import Engine, common_prefix
+from draftgraph.errors import DraftGraphError
+from draftgraph.generation import Request
+from draftgraph.graph import TokenTree
+from draftgraph.noise import KeyedNoise
+from draftgraph.stats import Stats
+from draftgraph.trace import Step
+from draftgraph.tuning import pricing_of
+
+if TYPE_CHECKING:
+    from draftgraph.decoder import GraphDecoder
+
+
+class Decoding:
+    """One text being continued, step by step."""
+
+    def __init__(
+        self,
+        decoder: GraphDecoder,
+        request: Request,
+        row: int,
+        seed: int,
+        outputs: Outputs,
+        config: GraphConfig,
+        reuse_cache: bool = False,
+    ) -> None:
+        self.decoder = decoder
+        self.loan = Loan(*decoder.models)
+        self.request = request
+        self.stats = Stats()
+        self.outputs = outputs
+        self.target = decoder.target_engine
+        padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
+        ids = request.input_ids[row : row + 1]
+        self.prefix = Prefix.of(ids, request.max_length, padding)
+        self.text: list[int] = ids[0, padding:].tolist()
+        self.prompt_length = self.stats.prompt_tokens = len(self.text)
+        self.finish_reason: FinishReason | None = None
+        self.config = config if decoder.can_branch else replace(config, k=1)
+        self.pricing = pricing_of(decoder, self.config)
+        self.cost = self.pricing.at(len(self.text), self.stats)
+
+        sample = row % (request.config.num_return_sequences or 1)
+        self.noise = KeyedNoise(seed, sample) if request.samples else None
+        self.draft = decoder.draft_proposer(self.config, request.eos_ids) if config.drafts else None
+        self.chooser = self._chooser()
+        self.sources = self._sources()
+        calibration = decoder.calibrations[request.samples]
+        self.grower = grower_for(self.sources, Limits(self.config, request.eos_ids, decoder.hits, calibration))
+        self._prefill(reuse_cache)
+
+    def _chooser(self) -> KeyedChooser | RejectionChooser:
+        processors, temperature = self.request.processors, self.request.temperature
+        if self.config.verification == "rejection" and self.noise is not None:
+            drafted = {}
+            if isinstance(self.draft, ModelProposer):
+                self.draft.keep_logits, drafted = True, self.draft.logits
+            return RejectionChooser(processors, self.noise, temperature, drafted, self.outputs)
+        return KeyedChooser(processors, self.noise, self.outputs)
+
+    def _sources(self) -> Sources:
+        """The draft guesses with the noise of the choice; a text without a draft copies in every mode."""
+        config, noise = self.config, self.chooser.perturb(self.request.temperature)
+        if self.draft is not None:
+            self.draft.perturb = noise
+        copies = config.copies or (config.drafts and self.draft is None)
+        return Sources(
+            draft=self.draft,
+            copied=SuffixProposer(config.k) if copies else None,
+            recycled=RecycleProposer(config.k, noise) if config.mode == "auto" else None,
+        )
+
+    def _prefill(self, reuse_cache: bool) -> None:
+        """Both models read the text but for its last token, which is the first root."""
+        chunk = self.request.config.prefill_chunk_size
+        engines = [self.target, *([self.draft.engine] if self.draft else [])]
+        with self.loan, self.stats.clock("prefill"):
+            for engine in engines:
+                engine.begin(len(self.text), reuse_cache)
+                engine.reserve(self.request.max_length + self.config.nodes)
+            self.target.rewind(common_prefix(self.target.text, self.text[:-1]))
+            self.target.prefill(self.text[len(self.target.text) : -1], chunk, self.text[-1])
+            if self.draft is not None:
+                self.draft.catch_up(self.text, chunk)
+            self.grower.draft_ahead(self.text, self._depth_limit(), self.cost)
+            self.grower.remember(self.text, self._depth_limit())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The tokens of every step, until a stop condition holds."""
+        return (step.tokens for step in self.steps())
+
+    def steps(self) -> Iterator[Step]:
+        while self.finish_reason is None:
+            yield self.step()
+
+    def step(self) -> Step:
+        """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
+        self.decoder.claim(self)
+        with self.loan, self.decoder.nothing_half_done():
+            with self.stats.clock("draft"):
+                tree = self.grow()
+            with self.stats.clock("verify"):
+                scored = self.verify(tree)
+            with self.stats.clock("other"):
+                chosen = self.walk(tree, scored)
+                return self.commit(tree, scored, chosen)
+
+    def grow(self) -> TokenTree:
+        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
+        self.cost = self.pricing.at(len(self.text), self.stats)
+        return self.grower.grow(self.text, self._depth_limit(), self.cost)
+
+    def verify(self, tree: TokenTree) -> Scored:
+        """What the target says at every node, in one pass."""
+        logits = self.target.forward(tree.tokens, tree.depths, tree.mask)
+        ranked = self.target.ranks or self.sources.recycled is not None
+        return Scored(logits, self.target.rank(logits) if ranked else None)
+
+    def walk(self, tree: TokenTree, scored: Scored) -> Walk:
+        """The path that the target agrees with, and the token that it adds."""
+        chosen = walk(tree, scored, self.chooser, self.prefix, self.request.criteria)
+        if not self.request.may_be_invalid and not scored.finite(chosen.visited):
+            raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
+        return chosen
+
+    def commit(self, tree: TokenTree, scored: Scored, chosen: Walk) -> Step:
+        """The accepted path becomes text in both caches; the rest is forgotten."""
+        position, accepted = len(self.text) - 1, [0, *chosen.path]
+        self.target.commit(accepted, tree.tokens[accepted].tolist())
+        self.grower.commit(tree, chosen.path)
+        self.text.extend(chosen.tokens)
+        self.finish_reason = chosen.finish_reason
+        if self.finish_reason is None:
+            self.grower.draft_ahead(self.text, self._depth_limit(), self.cost)
+        step = Step(position, self.grower.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
+        self.learn(step, scored, chosen)
+        self.grower.remember(self.text, self._depth_limit())
+        return step
+
+    def learn(self, step: Step, scored: Scored, chosen: Walk) -> None:
+        """Keeps what the target said, also at rejected nodes, and how well it had been foretold."""
+        if self.sources.recycled is not None and scored.ranking is not None:
+            self.sources.recycled.learn(step.tree, chosen.path, scored.ranking)
+            self.grower.settle(step.tree, chosen.visited, chosen.tokens)
+        if self.noise is not None:
+            self.noise.forget_before(len(self.text))
+        self.stats.count(step)
+        if self.draft is not None:
+            self.stats.draft_passes, self.stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
+            self.decoder.hits.count(step)
+        if self.decoder.observer is not None:
+            self.decoder.observer(step)
+
+    def _depth_limit(self) -> int:
+        """No deeper than the text may still grow, nor across a change of the rotary embedding."""
+        engines: list[Engine] = [self.target, *([self.draft.engine] if self.draft else [])]
+        limits = [engine.depth_limit(len(self.text) - 1) for engine in engines]
+        remaining = self.request.max_length - self.prefix.length - 1
+        return max(0, min([remaining, *(limit for limit in limits if limit is not None)]))
+
+    @property
+    def prices(self) -> str | None:
+        """The prices that mode `auto` decides by: measured, flat, or the class of one's own."""
+        return self.pricing.name if self.config.mode == "auto" else None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.text[self.prompt_length :]

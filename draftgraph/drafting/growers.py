@@ -1,0 +1,151 @@
+"""How the tree of a step comes about: level by level, or at once from what a draft has grown on its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from draftgraph.config import GraphConfig
+from draftgraph.cost import CostModel, DraftBudget, HitRate, levels_ahead, nodes_worth_checking
+from draftgraph.drafting import Proposer, grow
+from draftgraph.drafting.calibration import Calibration
+from draftgraph.drafting.device import DeviceDraft
+from draftgraph.drafting.model import ModelProposer
+from draftgraph.drafting.pool import Pool
+from draftgraph.drafting.recycle import RecycleProposer
+from draftgraph.drafting.sheet import Sheet
+from draftgraph.drafting.suffix import SuffixProposer
+from draftgraph.graph import TokenGraph, TokenTree
+
+
+@dataclass
+class Sources:
+    """Who proposes in a text."""
+
+    draft: ModelProposer | DeviceDraft | None
+    copied: SuffixProposer | None
+    recycled: RecycleProposer | None
+
+    @property
+    def memories(self) -> list[Proposer]:
+        return [memory for memory in (self.copied, self.recycled) if memory is not None]
+
+    @property
+    def all(self) -> list[Proposer]:
+        return [*self.memories, *([self.draft] if self.draft else [])]
+
+
+@dataclass
+class Limits:
+    """What the trees of a text keep to."""
+
+    config: GraphConfig
+    ends: frozenset[int]  # tokens that nothing follows
+    hits: HitRate
+    calibration: Calibration
+
+
+class Grower(Protocol):
+    """Grows the tree of one step after another."""
+
+    @property
+    def graph(self) -> TokenGraph:
+        """What the last tree is an unrolled view of."""
+
+    def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
+        """The next step starts at the end of this text, and may reach so deep. A draft on a device sets off at once."""
+
+    def remember(self, text: list[int], depth: int) -> None:
+        """The memories begin the same step."""
+
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
+        """Grow, prune, merge and flatten."""
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        """The target accepted this path of the tree (the root left out); the text has not grown yet."""
+
+    def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
+        """The target chose these tokens at these tree nodes."""
+
+
+class LevelGrower:
+    """All sources are asked for each level, the draft only for what is worth its pass."""
+
+    def __init__(self, sources: Sources, limits: Limits) -> None:
+        self.sources, self.limits = sources, limits
+        self.pool = Pool(limits.config.k, limits.calibration)
+        self.graph = TokenGraph(0, limits.config)
+
+    def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
+        draft = self.sources.draft
+        if isinstance(draft, DeviceDraft):
+            draft.levels = min(self.limits.config.levels, depth)
+        if draft is not None:
+            draft.begin(text)
+
+    def remember(self, text: list[int], depth: int) -> None:
+        for memory in self.sources.memories:
+            memory.begin(text)
+
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
+        config, sources = self.limits.config, self.sources
+        graph = self.graph = TokenGraph(text[-1], config, depth, self.limits.ends)
+        if config.mode != "auto":
+            return grow(graph, sources.all)
+        rate = self.limits.hits.rate
+        budget = DraftBudget(cost, graph.max_depth, rate, graph.max_nodes) if sources.draft else None
+        self.pool.begin()
+        tree = grow(graph, sources.all, cost.floor(), budget, self.pool)
+        return tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else 0.0))
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        if isinstance(self.sources.draft, ModelProposer):
+            self.sources.draft.commit(tree, path, self.graph)
+
+    def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
+        self.pool.settle(self.graph, tree, visited, chosen)
+
+
+class SheetGrower:
+    """The draft grows its levels on the device; while it does, the memories are asked, and then all is pooled."""
+
+    def __init__(self, draft: DeviceDraft, sheet: Sheet, limits: Limits) -> None:
+        self.draft, self.sheet, self.limits = draft, sheet, limits
+
+    @property
+    def graph(self) -> TokenGraph:
+        return self.sheet.graph()
+
+    def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
+        config, width = self.limits.config, self.draft.width
+        most = min(config.levels, depth)
+        self.draft.levels = levels_ahead(cost, most, width, self.limits.hits.rate, config.nodes)
+        self.draft.begin(text)
+
+    def remember(self, text: list[int], depth: int) -> None:
+        self.sheet.copied.begin(text)
+        self.sheet.recycled.begin(text)
+        self.sheet.begin(text, depth, self.limits.ends)
+
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
+        spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
+        floor = cost.floor()
+        if (drafted := self.draft.drafted()) is not None:
+            self.sheet.add(drafted)
+        tree = self.sheet.tree(floor)
+        return tree.first(nodes_worth_checking(tree, cost, spent))
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        """Nothing is kept: the next step reads all that was accepted, for the price of a level that it needs anyway."""
+
+    def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
+        self.sheet.settle(visited, chosen)
+
+
+def grower_for(sources: Sources, limits: Limits) -> Grower:
+    draft, copied, recycled = sources.draft, sources.copied, sources.recycled
+    if isinstance(draft, DeviceDraft) and copied is not None and recycled is not None:
+        return SheetGrower(draft, Sheet(copied, recycled, limits.calibration, limits.config), limits)
+    return LevelGrower(sources, limits)
