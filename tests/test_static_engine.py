@@ -12,13 +12,16 @@ from families import VOCAB, perturbed, target_of
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.choose import DraftNoise
 from draftgraph.cost import FlatCost
+from draftgraph.drafting import device
 from draftgraph.drafting.device import WIDTH, DeviceDraft
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine import static
+from draftgraph.engine.capture import Captured
 from draftgraph.engine.graph_attention import NAME
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
+from draftgraph.errors import DraftGraphError
 from draftgraph.graph import ROOT, TokenGraph
 from draftgraph.noise import CHOICE, KeyedNoise
 
@@ -193,6 +196,71 @@ def test_the_promise_holds(name: str, style: dict[str, Any], monkeypatch: pytest
         assert found.stats.mean_accepted_length > 1.2, (config.mode, found.stats)
 
 
+class ShortOfMemory(Captured):
+    """Records nothing that is wider than this."""
+
+    most = 4
+
+    def __init__(self, compute: Any, device: torch.device, pool: Any = None) -> None:
+        super().__init__(compute, device, pool)
+        if len(self()[0]) > self.most:
+            raise torch.OutOfMemoryError
+
+
+def test_wide_trees_are_checked_in_parts_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = target_of("llama")
+    asked: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 40}
+    plain = GraphDecoder(model).generate(**asked, config=GraphConfig(mode="off"))
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    decoder = GraphDecoder(model, perturbed(model, 0.1))
+    monkeypatch.setattr(static, "Captured", ShortOfMemory)
+    found = decoder.generate(**asked, config=GraphConfig(cost=FlatCost()))
+    said = capsys.readouterr().err
+    assert found.sequences.tolist() == plain.sequences.tolist() and found.stats.mean_accepted_length > 1.2
+    assert isinstance(decoder.target_engine, StaticEngine) and decoder.target_engine.widest == 4
+    assert said.count("no GPU memory for passes of") == said.count("\n")
+
+
+def test_without_memory_for_drafting_the_text_still_proposes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    model = target_of("llama")
+    asked: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 40}
+    plain = GraphDecoder(model).generate(**asked, config=GraphConfig(mode="off"))
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    decoder = GraphDecoder(model, perturbed(model, 0.1))
+    monkeypatch.setattr(device, "Captured", refuse)
+    for _ in range(2):
+        found = decoder.generate(**asked, config=GraphConfig(cost=FlatCost()))
+        assert found.sequences.tolist() == plain.sequences.tolist()
+        assert found.stats.accepted_by_source["draft"] == 0
+    assert capsys.readouterr().err.count("going on without a draft model") == 1
+
+
+def test_a_text_that_does_not_fit_is_refused_and_the_next_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target_of("llama")
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    decoder = GraphDecoder(model, config=GraphConfig(mode="off"))
+    asked: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 20}
+    plain = decoder.generate(**asked).sequences.tolist()
+    real = static.StaticCache
+
+    def small(like: Any, capacity: int) -> Any:
+        if capacity > 1024:
+            raise torch.OutOfMemoryError
+        return real(like, capacity)
+
+    monkeypatch.setattr(static, "StaticCache", small)
+    with pytest.raises(DraftGraphError, match="no memory for the keys and values of 2048 tokens"):
+        decoder.generate([tokens_of(9).tolist()], max_new_tokens=1200)
+    assert decoder.generate(**asked).sequences.tolist() == plain
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", STATIC)
 def test_captured_passes_say_what_plain_passes_say(name: str) -> None:
@@ -208,8 +276,8 @@ def test_captured_passes_say_what_plain_passes_say(name: str) -> None:
 @torch.no_grad()
 def test_a_captured_draft_grows_the_same_nodes() -> None:
     text, grown = tokens_of(40).tolist(), []
-    for device in ("cpu", "cuda"):
-        draft = drafter(target_of("llama").to(device))
+    for place in ("cpu", "cuda"):
+        draft = drafter(target_of("llama").to(place))
         draft.perturb = DraftNoise(KeyedNoise(3), 0.8, CHOICE)
         draft.levels = 5
         draft.catch_up(text[:9])

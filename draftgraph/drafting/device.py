@@ -21,6 +21,7 @@ from draftgraph.engine.growth import Growth, steps_on
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
+from draftgraph.models.cache import notice
 from draftgraph.noise import gumbel_rows, signed
 
 WIDTH = 8  # nodes that a level expands
@@ -138,6 +139,7 @@ class DeviceDraft:
         self._programs: dict[tuple[int, int, bool], LevelProgram] = {}
         self._started: tuple[LevelProgram, Tensor] | None = None
         self._slots = engine.slots
+        self._gave_up = False  # memory was short
         self._nodes: DraftedNodes | None = None
         self._places: dict[int, int] = {}  # graph node -> drafted node
 
@@ -156,7 +158,8 @@ class DeviceDraft:
     def begin(self, text: list[int]) -> None:
         """Drafts behind this text, whose end the draft has not read yet."""
         self._started, self._nodes, self._places = None, None, {ROOT: -1}
-        if not self.levels:
+        if not self.levels or self._gave_up:
+            self.levels = 0
             return
         engine = self.engine
         unread = self._vocabulary.to_draft(np.array(text[len(engine.text) :])).tolist()
@@ -165,7 +168,10 @@ class DeviceDraft:
             unread = unread[-NEW_TOKENS[0] :]
         engine.reserve(len(text) + self.levels * self.width)
         width = next(width for width in NEW_TOKENS if len(unread) <= width)
-        program = self._program(width, self.levels)
+        try:
+            program = self._program(width, self.levels)
+        except torch.OutOfMemoryError:
+            return self._give_up()
         program.tell(unread, len(engine.text), engine.capacity, self.perturb)
         self._started = program, program.run()
         engine.text.extend(unread)
@@ -202,6 +208,13 @@ class DeviceDraft:
                 return None
             self._places[node] = found
         return self._places[node]
+
+    def _give_up(self) -> None:
+        """Text and memories still propose."""
+        self._programs.clear()
+        torch.cuda.empty_cache()
+        self._gave_up, self.levels = True, 0
+        notice("no GPU memory for drafting: going on without a draft model")
 
     def _program(self, width: int, levels: int) -> LevelProgram:
         if self._slots is not self.engine.slots:  # recorded programs write into the old ones

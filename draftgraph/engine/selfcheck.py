@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.engine.choices import file_of
 from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
@@ -56,6 +57,9 @@ def static_wanted(model: Any) -> bool:
 
 
 def _can_be_static(model: Any) -> bool:
+    device = model.get_input_embeddings().weight.device
+    if device.type == "cuda" and not file_of(device).exists():
+        notice("compiling kernels for this GPU and choosing the quickest, once (up to a minute)")
     problem = _problem(partial(_tree_difference, model, PARENTS, StaticEngine))
     if problem is not None:
         notice(f"{type(unwrapped(model)).__name__} runs without CUDA graphs, and slower: {problem}")

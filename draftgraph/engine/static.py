@@ -23,8 +23,9 @@ from draftgraph.engine.loan import adapters
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK
 from draftgraph.engine.static_cache import StaticCache
-from draftgraph.errors import UnsupportedModelError
+from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.graph import Bools, Ints
+from draftgraph.models.cache import notice
 from draftgraph.ranking import Ranking, packed
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of a pass; between them, nodes that nobody looks at fill it up
@@ -82,6 +83,7 @@ class StaticEngine:
         self.text: list[int] = []
         self.scratch = 0
         self.capacity = 0
+        self.widest = WIDTHS[-1]  # nodes of one pass; less where memory is short
         self._scratch_positions = np.zeros(0, dtype=np.int64)
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self._configs = list(configs.values())
@@ -115,12 +117,18 @@ class StaticEngine:
         if needed <= self.capacity:
             return
         self._settle()
-        self.capacity = max(SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
         self._passes.clear()
-        cache = StaticCache(self._like, self.capacity)
+        larger = max(SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
+        try:
+            cache = StaticCache(self._like, larger)
+        except torch.OutOfMemoryError as error:
+            raise DraftGraphError(
+                f"{self.device} has no memory for the keys and values of {larger} tokens: ask for fewer, or load the "
+                "model in a smaller dtype"
+            ) from error
         if self.text:
             cache.take_over(self.slots, len(self.text))
-        self.slots = cache
+        self.slots, self.capacity = cache, larger
 
     def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None:
         self.reserve(len(self.text) + len(tokens))
@@ -132,8 +140,8 @@ class StaticEngine:
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
         """Logits [nodes, vocabulary], to be used before the next pass of as many nodes."""
-        if len(tokens) > WIDTHS[-1]:
-            first = WIDTHS[-1]
+        if len(tokens) > self.widest:
+            first = self.widest
             seen = self.scratch + first
             scored = self.forward(tokens[:first], depths[:first], visible[:first, :seen]).clone()
             return torch.cat([scored, self.forward(tokens[first:], depths[first:], visible[first:])])
@@ -142,7 +150,11 @@ class StaticEngine:
         positions = np.concatenate([self._scratch_positions[:before], length + depths])
         words = 1 << (-(-len(positions) // WORD) - 1).bit_length()
         width = next(width for width in WIDTHS if len(tokens) <= width)
-        data, run = self._passes.get((width, words)) or self._captured(width, words)
+        try:
+            data, run = self._passes.get((width, words)) or self._captured(width, words)
+        except torch.OutOfMemoryError:
+            self._shrink(width)
+            return self.forward(tokens, depths, visible)
         fill(data, tokens, positions, visible, length, before, self.capacity)
         self._hand_over_moves(data)
         data.send()
@@ -153,7 +165,7 @@ class StaticEngine:
         return logits[: len(tokens)]  # type: ignore[no-any-return]
 
     def rank(self, logits: Tensor) -> Ranking:
-        whole = len(logits) <= WIDTHS[-1]
+        whole = len(logits) <= self.widest
         return Ranking.read(self._ranked[: len(logits)]) if whole else Ranking.of(logits)
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
@@ -176,6 +188,16 @@ class StaticEngine:
 
     def depth_limit(self, root: int) -> int | None:
         return None
+
+    def _shrink(self, width: int) -> None:
+        """A pass of this width cannot be recorded: wider trees are checked in several."""
+        self._passes.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if width == 1:
+            raise DraftGraphError(f"{self.device} has no memory left for a pass: load the model in a smaller dtype")
+        self.widest = width // 2
+        notice(f"no GPU memory for passes of {width} nodes: going on with {self.widest} at most")
 
     def _hand_over_moves(self, data: PassData) -> None:
         """Places that nothing is moved to copy the last slot onto itself."""
