@@ -57,8 +57,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: `import draftgraph` alone loads neither torch nor transformers."""
-    if name == "bench":
-        return import_module("draftgraph.bench")
+    if name in ("bench", "profile", "tuning"):
+        return import_module(f"draftgraph.{name}")
     for module, names in _HOME.items():
         if name in names:
             return getattr(import_module(f"draftgraph.{module}"), name)
