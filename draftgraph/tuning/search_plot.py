@@ -24,7 +24,7 @@ def save_plot(report: SearchReport, folder: Path) -> bool:
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     axes = figure.subplots()
     draw(figure, axes, report)
-    figure.suptitle(title_of(report))
+    figure.suptitle(title_of(report), fontsize="medium")
     for kind in ("svg", "png"):
         figure.savefig(folder / f"search.{kind}", dpi=150)
     return True
@@ -32,13 +32,11 @@ def save_plot(report: SearchReport, folder: Path) -> bool:
 
 def draw(figure: Any, axes: Any, report: SearchReport) -> None:
     whole, pruned = ([one for one in report.trials if one.pruned is state] for state in (False, True))
-    ratios = [one.outcome.speed.ratio for one in report.trials]
-    scale: dict[str, Any] = {"cmap": "viridis", "vmin": min(ratios), "vmax": max(ratios)}
-    points = axes.scatter(*places(whole), c=[one.outcome.speed.ratio for one in whole], s=40, label="trial", **scale)
-    if pruned:
-        speeds = [one.outcome.speed.ratio for one in pruned]
-        axes.scatter(*places(pruned), c=speeds, s=20, marker="x", label="given up early", **scale)
+    speeds = [one.outcome.speed.ratio for one in whole]
+    points = axes.scatter(*places(whole), c=speeds, s=40, cmap="viridis", label="trial")
     figure.colorbar(points, ax=axes, label="times as fast as plain decoding")
+    if pruned:
+        axes.scatter(*places(pruned), c="lightgrey", s=20, marker="x", label="given up early: of its first tasks only")
     marked = {"the paper": (report.paper, "D"), "best": (report.best, "*"), "auto": (report.auto, "s")}
     for (name, (one, marker)), colour in zip(marked.items(), COLOURS[1:], strict=False):
         if one is not None:
@@ -47,7 +45,7 @@ def draw(figure: Any, axes: Any, report: SearchReport) -> None:
             axes.scatter(*places([one]), label=label, zorder=3, **style)
     draw_speeds(axes, [*report.trials, *report.compared])
     axes.set(xlabel="cost of a step, in passes of the target over one token", ylabel="tokens per pass")
-    axes.legend(frameon=False, loc="best")
+    axes.legend(frameon=False, loc="best", fontsize="small")
 
 
 def places(several: list[Tried]) -> tuple[list[float], list[float]]:

@@ -11,9 +11,9 @@ from draftgraph.tuning.search_report import SearchReport, Tried
 HIDDEN = ("target", "draft", "target_weights", "draft_weights", "prompts_digest")
 EXPLANATION = (
     "Speed is against plain decoding of the same prompts, in turns with it: the whole answer without its prefill, the "
-    "median of a prompt's rounds, the geometric mean over prompts and tasks. A step, its draft and its check together, "
-    "costs as much as so many passes of the target over one token: tokens per pass divided by that cost is the speed. "
-    "The search went by the median prompt of each task. "
+    "median of a prompt's rounds, the median prompt of a task, the geometric mean of tasks. A step, its draft and its "
+    "check together, costs as much as so many passes of the target over one token: tokens per pass divided by that "
+    "cost is the speed. "
 )
 FROM_TRIALS = (
     "There was no time to measure the best ones again beside each other: these are the figures of their trials. "

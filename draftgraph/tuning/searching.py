@@ -130,13 +130,13 @@ def try_one(study: Study, turns: Turns, limit: Limit) -> None:
         for step, task in enumerate(turns.tasks):
             with limit.watch(2 * len(turns.tasks[task])):
                 runs += turns.task(task, ["trial"])
-            usual = Outcome.of(runs, "trial").usual
-            trial.report(usual, step)
+            ratio = Outcome.of(runs, "trial").speed.ratio
+            trial.report(ratio, step)
             trial.set_user_attr("runs", runs)
             if step + 1 < len(turns.tasks) and trial.should_prune():
                 study.tell(trial, state=TrialState.PRUNED)
                 return
-        study.tell(trial, usual)
+        study.tell(trial, ratio)
     except BaseException:
         study.tell(trial, state=TrialState.FAIL)
         raise

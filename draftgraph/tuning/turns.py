@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean, median
 
-from draftgraph.bench.intervals import Speed
+import numpy as np
+
+from draftgraph.bench.intervals import Speed, geometric_mean
 from draftgraph.bench.runs import Place, Record
 from draftgraph.bench.speed_report import PLAIN, mode_figures, times_of
 from draftgraph.bench.stopwatch import Stopwatch
@@ -31,10 +32,9 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a setting did. A prompt's times are medians of its repeats."""
+    """How a setting did. A prompt's times are medians of its repeats, a task's speed is that of its median prompt."""
 
     speed: Speed  # against plain decoding of the same prompts, in turns
-    usual: float  # the same by the median prompt of each task: a machine that stalls once does not spoil it
     tokens_per_pass: float
     nodes_per_pass: float
     draft_passes: float  # per pass of the target
@@ -50,11 +50,10 @@ class Outcome:
         ratios: dict[str, list[float]] = {}
         for prompt, taken in times_of(own, mode).items():
             ratios.setdefault(prompt[0], []).append(plain[prompt] / taken)
-        usual = geometric_mean(median(of_task) for of_task in ratios.values())
-        tasks = {one.task: one.speed.ratio for one in found.tasks}
-        mean = found.overall
-        figures = (mean.tokens_per_pass, mean.nodes_per_pass, mean.draft_passes)
-        return cls(mean.speed, usual, *figures, tasks, found.answers, found.same, found.ties)
+        tasks = {task: geometric_mean({task: of_task}, np.median).ratio for task, of_task in ratios.items()}
+        figures = (found.overall.tokens_per_pass, found.overall.nodes_per_pass, found.overall.draft_passes)
+        speed = geometric_mean(ratios, np.median)
+        return cls(speed, *figures, tasks, found.answers, found.same, found.ties)
 
     @property
     def step_cost(self) -> float:
