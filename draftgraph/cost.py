@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HIT = 0.8  # how likely the best child of a node is to be accepted, before any outcome is known
 HIT_WEIGHT = 4.0  # outcomes that this counts for
-NEARLY = 0.97  # of the best rate
+NEARLY = 0.95  # of the best rate: no price is known better
 KEPT = 0.98  # how much of what is known about the draft a step leaves
 
 
