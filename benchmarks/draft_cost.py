@@ -32,7 +32,7 @@ import torch
 import transformers
 from static_passes import BEST, Captured, StaticText, draft_level, many_recompiles, masked_kernels, static_forward
 
-from draftgraph.drafting.model import DraftVocabulary, likeliest
+from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.runner import EagerEngine
 from draftgraph.errors import DraftGraphError, UsageError
@@ -122,7 +122,7 @@ def eager_steps(target: Any, drafts: dict[str, Any], nodes: list[int], context: 
 def eager_pass(engine: EagerEngine, tokens: Ints, depths: Ints, visible: Bools, draft: DraftVocabulary | None) -> Any:
     logits = engine.forward(tokens, depths, visible)
     engine.rewind(len(engine.text))
-    return logits if draft is None else likeliest(draft.to_target(logits).float(), BEST)
+    return logits if draft is None else draft.best(logits, BEST)
 
 
 def replay_times(graphs: dict[tuple[str, int], Captured], repeats: int) -> Times:

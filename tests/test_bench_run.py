@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_tools import pair_in, write_tasks
 from cli_tools import Runner, refused, save_tiny_model, with_window
 from families import VOCAB, perturbed, target_of
 
@@ -22,7 +23,7 @@ from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import BEST_FIRST, MODES, mode_named
 from draftgraph.cli.bench_run import SHAPES
-from draftgraph.pair import Pair, load
+from draftgraph.pair import Pair
 
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 
@@ -39,17 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Pair:
-    loaded = load(str(folder))
-    return Pair(loaded.target, perturbed(loaded.target, 0.1), loaded.tokenizer)
+    return pair_in(folder)
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    place = tmp_path / "data"
-    place.mkdir()
-    for task, prompts in TASKS.items():
-        (place / f"{task}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return place
+    return write_tasks(tmp_path / "data", TASKS)
 
 
 @pytest.fixture

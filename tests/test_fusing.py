@@ -359,12 +359,13 @@ def unfused(model: nn.Module) -> Fusions:
     return Fusions(model, kinds=())
 
 
+ROUTED = ("mixtral", "gpt_oss")  # in half precision a token may go to another expert by rounding alone
+COMPARABLE = [(name, dtype) for name in FOUND for dtype in DTYPES if dtype == torch.float32 or name not in ROUTED]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(("name", "dtype"), COMPARABLE, ids=str)
 def test_captured_passes_say_nearly_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in ("mixtral", "gpt_oss") and dtype != torch.float32:
-        pytest.skip("by rounding alone a token may go to another expert")
     model = target_of(name).cuda().to(dtype)
     fused = story(StaticEngine(model), model)
     monkeypatch.setattr(static, "Fusions", unfused)

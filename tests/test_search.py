@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_tools import pair_in, write_tasks
 from cli_tools import PROMPT, Runner, refused, save_tiny_model
-from families import perturbed
 
 from draftgraph import GraphConfig, UsageError
 from draftgraph.bench.runs import Record
@@ -35,17 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Pair:
-    loaded = load(str(folder))
-    return Pair(loaded.target, perturbed(loaded.target, 0.1), loaded.tokenizer)
+    return pair_in(folder)
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    place = tmp_path / "data"
-    place.mkdir()
-    for task, prompts in TASKS.items():
-        (place / f"{task}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return place
+    return write_tasks(tmp_path / "data", TASKS)
 
 
 @pytest.fixture

@@ -103,6 +103,13 @@ def test_limits_hold() -> None:
     assert sheet.tree(floor).scores.min() > floor and len(sheet.tree(floor)) < len(sheet.tree(0.0))
 
 
+def test_a_node_that_became_impossible_lends_its_children_to_no_other() -> None:
+    sheet = sheet_for([7, 8, 9])
+    tokens, probs = np.array([[4, 5], [20, 21], [30, 31]]), np.array([[0.6, 0.0], [0.5, 0.3], [0.9, 0.1]])
+    sheet.add(DraftedNodes(tokens, probs, [-1, 0, 1]))  # the node with token 5 was expanded, and has no chance
+    assert set(paths_of(sheet.tree(0.0))) == {(), (4,), (4, 20), (4, 21)}
+
+
 def test_the_text_is_copied_past_what_was_drafted() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     sheet = sheet_for(text)

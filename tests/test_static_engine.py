@@ -196,6 +196,17 @@ def test_the_promise_holds(name: str, style: dict[str, Any], monkeypatch: pytest
         assert found.stats.mean_accepted_length > 1.2, (config.mode, found.stats)
 
 
+ASKED: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 40}
+
+
+def static_decoder(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphDecoder, list[list[int]]]:
+    """A pair on static engines, and what plain decoding says."""
+    model = target_of("llama")
+    plain = GraphDecoder(model).generate(**ASKED, config=GraphConfig(mode="off"))
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    return GraphDecoder(model, perturbed(model, 0.1)), plain.sequences.tolist()
+
+
 class ShortOfMemory(Captured):
     """Records nothing that is wider than this."""
 
@@ -210,15 +221,11 @@ class ShortOfMemory(Captured):
 def test_wide_trees_are_checked_in_parts_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = target_of("llama")
-    asked: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 40}
-    plain = GraphDecoder(model).generate(**asked, config=GraphConfig(mode="off"))
-    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
-    decoder = GraphDecoder(model, perturbed(model, 0.1))
+    decoder, plain = static_decoder(monkeypatch)
     monkeypatch.setattr(static, "Captured", ShortOfMemory)
-    found = decoder.generate(**asked, config=GraphConfig(cost=FlatCost()))
+    found = decoder.generate(**ASKED, config=GraphConfig(cost=FlatCost()))
     said = capsys.readouterr().err
-    assert found.sequences.tolist() == plain.sequences.tolist() and found.stats.mean_accepted_length > 1.2
+    assert found.sequences.tolist() == plain and found.stats.mean_accepted_length > 1.2
     assert isinstance(decoder.target_engine, StaticEngine) and decoder.target_engine.widest == 4
     assert said.count("no GPU memory for passes of") == said.count("\n")
 
@@ -229,15 +236,11 @@ def test_without_memory_for_drafting_the_text_still_proposes(
     def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    model = target_of("llama")
-    asked: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 40}
-    plain = GraphDecoder(model).generate(**asked, config=GraphConfig(mode="off"))
-    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
-    decoder = GraphDecoder(model, perturbed(model, 0.1))
+    decoder, plain = static_decoder(monkeypatch)
     monkeypatch.setattr(device, "Captured", refuse)
     for _ in range(2):
-        found = decoder.generate(**asked, config=GraphConfig(cost=FlatCost()))
-        assert found.sequences.tolist() == plain.sequences.tolist()
+        found = decoder.generate(**ASKED, config=GraphConfig(cost=FlatCost()))
+        assert found.sequences.tolist() == plain
         assert found.stats.accepted_by_source["draft"] == 0
     assert capsys.readouterr().err.count("going on without a draft model") == 1
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import gc
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from draftgraph.distillation.coding import Function, ask, requests_in_drawn_order
 from draftgraph.distillation.licences import source_files
 from draftgraph.distillation.prompt import Prompt
+from draftgraph.garbage import without_garbage_collection
 
 CODE = "code"
 SHORTEST_DOCSTRING, LONGEST_DOCSTRING = 60, 1200  # characters
@@ -30,7 +29,7 @@ def python_prompts(limit: int | None, seed: int) -> list[Prompt]:
     draw.shuffle(files)
     seen: set[tuple[str, str]] = set()
     asked: list[tuple[Function, list[str]]] = []
-    with _without_garbage_collection():
+    with without_garbage_collection():  # syntax trees hold no cycles, and looking for some takes half of the time
         for file in files:
             if limit is not None and len(asked) >= limit:
                 break
@@ -47,18 +46,6 @@ def python_prompts(limit: int | None, seed: int) -> list[Prompt]:
     prompts = [Prompt(text, CODE) for text in texts]
     draw.shuffle(prompts)
     return prompts
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Syntax trees hold no cycles, and looking for some takes half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def functions_in(file: Path) -> Iterator[Function]:

@@ -133,23 +133,23 @@ class Sheet:
         """Of all children of all rows, and which of them are rows themselves. # [rows, columns] each"""
         parents, tokens = np.array(self.parents), np.array(self.tokens)
         matching = self.named[parents] == tokens[:, None]
-        columns = matching.argmax(axis=1)
-        steps = np.where(matching.any(axis=1), self.chances[parents, columns], 0.0).tolist()
+        columns, named = matching.argmax(axis=1), matching.any(axis=1)
+        named[0] = False  # the root is nobody's child
+        steps = np.where(named, self.chances[parents, columns], 0.0).tolist()
         paths = [1.0]
         for parent, step in zip(self.parents[1:], steps[1:], strict=True):
             paths.append(paths[parent] * step)
-        self.paths = np.array(paths)
         deep = np.array(self.depths) >= self.max_depth
         child_rows = np.full(self.named.shape, -1)
-        child_rows[parents[1:], columns[1:]] = np.arange(1, len(parents))
-        return np.where(deep, 0.0, self.paths)[:, None] * self.chances, child_rows
+        child_rows[parents[named], columns[named]] = np.flatnonzero(named)
+        return np.where(deep, 0.0, paths)[:, None] * self.chances, child_rows
 
     def _tree_of(self, order: Ints, flat: Floats) -> TokenTree:
         above = order // self.width
         rows = np.concatenate([[0], self._child_rows.ravel()[order]])  # of the tree's nodes, -1: none
         places = np.zeros(len(self.parents), dtype=np.int64)
         places[rows[rows >= 0]] = np.flatnonzero(rows >= 0)
-        names = np.array(self._source_of)[order % self.width].tolist()
+        names = self._source_of[order % self.width].tolist()
         sources: list[Source] = ["root", *(ORDER[name] for name in names)]
         self.rows = rows
         return TokenTree(

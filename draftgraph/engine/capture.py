@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from draftgraph.garbage import without_garbage_collection
 
 WARM_UPS = 2  # kernels are compiled and chosen before they are recorded
 
@@ -30,7 +31,8 @@ class Captured:
                 self._compute()
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with nothing_collected(), torch.cuda.graph(graph, pool=pool):
+        gc.collect()  # an old recording that is thrown away while a new one is made breaks it
+        with without_garbage_collection(), torch.cuda.graph(graph, pool=pool):
             self.output = self._compute()
         self._graph = graph
 
@@ -40,16 +42,3 @@ class Captured:
         else:
             self._graph.replay()
         return self.output
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """An old recording that is thrown away while a new one is made breaks it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,8 +97,6 @@ def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Te
 
 def steps_on(device: torch.device) -> Any:
     """What has `choose` and `note` for this device: kernels of one launch each, or this module."""
-    import sys
-
     if device.type == "cuda":
         try:
             from draftgraph.engine import growth_kernel
