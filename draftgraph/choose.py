@@ -22,6 +22,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from draftgraph.engine.sampler import Sampling
+from draftgraph.engine.sampling import Warping
 from draftgraph.graph import ROOT, Floats, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
 from draftgraph.ranking import Ranking
@@ -97,6 +99,7 @@ class Scored:
 
     logits: Tensor  # [nodes, vocabulary]
     ranking: Ranking | None = None  # where it has been read already
+    sampled: list[int] | None = None  # the sampled token of every node, where the device has chosen it
 
     @cached_property
     def best(self) -> list[int]:
@@ -128,11 +131,23 @@ class KeyedChooser:
 
     def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
         node: int | None = ROOT
-        plain = self.noise is None and not self.processors and not self.outputs.wanted
+        known = scored.best if self.takes_the_best else scored.sampled
         while node is not None:
-            token = scored.best[node] if plain else self.choose(scored.logits[node], prefix)
+            token = self.choose(scored.logits[node], prefix) if known is None else known[node]
             yield token
             node = tree.child(node, token)
+
+    @property
+    def takes_the_best(self) -> bool:
+        return self.noise is None and not self.processors and not self.outputs.wanted
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """What a device needs to choose by itself, if it can."""
+        warping = None if self.noise is None or self.outputs.wanted else Warping.of(self.processors)
+        if self.noise is None or warping is None:
+            return None
+        return Sampling(self.noise.stream_key(CHOICE), warping)
 
     def choose(self, logits: Tensor, prefix: Prefix) -> int:
         raw, processed = process(self.processors, logits, prefix)
@@ -160,6 +175,8 @@ class RejectionChooser:
     temperature: float
     drafted: dict[int, Tensor]  # graph node -> the draft's logits there
     outputs: Outputs = field(default_factory=Outputs)
+
+    sampling = None  # what a device needs to choose by itself: it cannot
 
     def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
         for node in range(len(tree)):

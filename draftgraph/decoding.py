@@ -59,6 +59,7 @@ class Decoding:
         self.noise = KeyedNoise(seed, sample) if request.samples else None
         self.draft = decoder.draft_proposer(self.config, request.eos_ids) if config.drafts else None
         self.chooser = self._chooser()
+        self.sampling = self.chooser.sampling
         self.sources = self._sources()
         calibration = decoder.calibrations[request.samples]
         self.grower = grower_for(self.sources, Limits(self.config, request.eos_ids, decoder.hits, calibration))
@@ -127,9 +128,10 @@ class Decoding:
 
     def verify(self, tree: TokenTree) -> Scored:
         """What the target says at every node, in one pass."""
-        logits = self.target.forward(tree.tokens, tree.depths, tree.mask)
+        logits = self.target.check(tree)
+        sampled = self.target.sample(logits, self.sampling) if self.sampling else None
         ranked = self.target.ranks or self.sources.recycled is not None
-        return Scored(logits, self.target.rank(logits) if ranked else None)
+        return Scored(logits, self.target.rank(logits) if ranked else None, sampled)
 
     def walk(self, tree: TokenTree, scored: Scored) -> Walk:
         """The path that the target agrees with, and the token that it adds."""

@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 ROOT = 0
+WORD = 64  # bits of a number
 NO_TOKEN = -1  # fills proposals that have fewer than k children
 
 
@@ -49,10 +50,18 @@ class TokenTree:
     @cached_property
     def mask(self) -> Bools:
         """[nodes, nodes]: row i marks node i and its ancestors."""
-        mask = np.eye(len(self), dtype=bool)
+        bits = np.unpackbits(self.ancestors(-(-len(self) // WORD)).view(np.uint8), axis=1, bitorder="little")
+        return bits[:, : len(self)].astype(bool)
+
+    def ancestors(self, words: int) -> Ints:
+        """The same as bits, WORD of them in a number. # [nodes, words]"""
+        seen = [1]
         for node, parent in enumerate(self.parents[1:].tolist(), start=1):
-            mask[node] |= mask[parent]
-        return mask
+            seen.append(seen[parent] | 1 << node)
+        if words == 1:
+            return np.array(seen, dtype="<u8").view("<i8")[:, None]
+        parts = [bits.to_bytes(words * WORD // 8, "little") for bits in seen]
+        return np.frombuffer(b"".join(parts), dtype="<i8").reshape(len(seen), words)
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:

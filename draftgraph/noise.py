@@ -55,8 +55,14 @@ class KeyedNoise:
 
     def gumbel_of(self, positions: NDArray[np.int64], tokens: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
         """The noise of a few tokens [rows, tokens], each row at its own position."""
-        keys = torch.tensor([self._row_key(int(position), stream) for position in positions])[:, None]
-        return (-torch.log(-torch.log(uniform_of(torch.from_numpy(tokens), keys)))).numpy()
+        keys = np.array([self._row_key(position, stream) for position in positions.tolist()])[:, None]
+        bits = (tokens + 1).view(np.uint64) * np.uint64(GOLDEN) + keys.view(np.uint64)
+        for shift, factor in MIX:
+            bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+        bits ^= bits >> np.uint64(31)
+        uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+        noise: NDArray[np.float64] = -np.log(-np.log(uniform))
+        return noise
 
     def stream_key(self, stream: int) -> int:
         return mix(self.key ^ stream)

@@ -30,7 +30,7 @@ class Ranking:
     def read(cls, packed: Tensor) -> Ranking:
         """Waits for the device."""
         found = packed.cpu().numpy()
-        return cls(found[:, 0].astype(np.int64), found[:, 1])
+        return cls(found[:, 0].astype(np.int64), found[:, 1].copy())
 
     def best(self, logits: Tensor) -> list[int]:
         """The argmax of every node: of equals the first, of which `topk` may have kept another."""

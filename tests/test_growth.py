@@ -113,6 +113,7 @@ KINDS = {
     "paths": "*fp32",
     "chances": "*fp32",
     "is_end": "*i1",
+    "report": "*fp64",
 }
 NUMBERS = ("first", "nodes", "words", "last_token", "count", "k")
 FIXED: list[tuple[str, dict[str, int]]] = [

@@ -31,6 +31,12 @@ def begin(sheet: Sheet, text: list[int], max_depth: int = 8, ends: frozenset[int
     sheet.begin(text, max_depth, ends)
 
 
+def add(sheet: Sheet, drafted: DraftedNodes) -> None:
+    expansions = list(zip(drafted.nodes, drafted.tokens.tolist(), strict=False))
+    sheet.follow([expansions[:1], expansions[1:]], drafted.tokens.shape[1])
+    sheet.add(drafted)
+
+
 def grown(levels: int, width: int, k: int, seed: int = 0, tokens: int = 1000) -> DraftedNodes:
     """What a draft might hand over: best first under a width, with random chances."""
     rng = np.random.default_rng(seed)
@@ -78,7 +84,7 @@ def all_paths(drafted: DraftedNodes) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_paths_of_a_draft_are_chosen(seed: int) -> None:
     sheet, drafted = sheet_for([7, 8, 9], GraphConfig(k=4, max_nodes=32)), grown(5, 4, 4, seed)
-    sheet.add(drafted)
+    add(sheet, drafted)
     tree = sheet.tree(0.0)
     possible = all_paths(drafted)
     found = paths_of(tree)
@@ -93,11 +99,11 @@ def test_the_best_paths_of_a_draft_are_chosen(seed: int) -> None:
 def test_limits_hold() -> None:
     drafted = grown(6, 4, 4)
     sheet = sheet_for([7, 8, 9], GraphConfig(k=2, max_nodes=64), max_depth=3)
-    sheet.add(DraftedNodes(drafted.tokens[:, :2], drafted.probs[:, :2], [-1]))
+    add(sheet, DraftedNodes(drafted.tokens[:, :2], drafted.probs[:, :2], [-1]))
     tree = sheet.tree(0.0)
     assert np.bincount(tree.parents[1:]).max() <= 2
     sheet = sheet_for([7, 8, 9], max_depth=3)
-    sheet.add(drafted)
+    add(sheet, drafted)
     assert sheet.tree(0.0).depths.max() == 3
     floor = 0.05
     assert sheet.tree(floor).scores.min() > floor and len(sheet.tree(floor)) < len(sheet.tree(0.0))
@@ -106,7 +112,7 @@ def test_limits_hold() -> None:
 def test_a_node_that_became_impossible_lends_its_children_to_no_other() -> None:
     sheet = sheet_for([7, 8, 9])
     tokens, probs = np.array([[4, 5], [20, 21], [30, 31]]), np.array([[0.6, 0.0], [0.5, 0.3], [0.9, 0.1]])
-    sheet.add(DraftedNodes(tokens, probs, [-1, 0, 1]))  # the node with token 5 was expanded, and has no chance
+    add(sheet, DraftedNodes(tokens, probs, [-1, 0, 1]))  # the node with token 5 was expanded, and has no chance
     assert set(paths_of(sheet.tree(0.0))) == {(), (4,), (4, 20), (4, 21)}
 
 
@@ -127,7 +133,7 @@ def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:
     ranking = Ranking(np.array([[50, 51], [60, 61]]), np.array([[3.0, 1.0], [5.0, 0.0]]))
     sheet.recycled.learn(tree, [], ranking)
     begin(sheet, [1, 2, 3])
-    sheet.add(DraftedNodes(np.array([[50, 70]]), np.array([[0.6, 0.2]]), [-1]))
+    add(sheet, DraftedNodes(np.array([[50, 70]]), np.array([[0.6, 0.2]]), [-1]))
     found = sheet.tree(0.0)
     paths = paths_of(found)
     assert (50, 60) in paths and paths[50,] > paths[70,]
@@ -136,7 +142,7 @@ def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:
 
 def test_opinions_that_agree_are_one_node_and_likelier() -> None:
     sheet = sheet_for([1, 2, 3, 4, 9, 1, 2, 3], max_depth=2)
-    sheet.add(DraftedNodes(np.array([[4, 70]]), np.array([[0.4, 0.4]]), [-1]))
+    add(sheet, DraftedNodes(np.array([[4, 70]]), np.array([[0.4, 0.4]]), [-1]))
     tree = sheet.tree(0.0)
     paths = paths_of(tree)
     assert tree.tokens.tolist().count(4) == 1 and paths[4,] > 0.4 > paths[70,]
@@ -150,7 +156,7 @@ def test_opinions_that_agree_are_one_node_and_likelier() -> None:
 
 def test_outcomes_are_learnt_from() -> None:
     sheet, drafted = sheet_for([7, 8, 9]), grown(3, 4, 4)
-    sheet.add(drafted)
+    add(sheet, drafted)
     best = int(sheet.tree(0.0).tokens[1])
     before = sheet.calibration.corrected("draft", np.array([0.5]))
     for _ in range(60):
@@ -160,7 +166,7 @@ def test_outcomes_are_learnt_from() -> None:
 
 def test_the_graph_says_what_the_tree_says() -> None:
     sheet, drafted = sheet_for([7, 8, 9]), grown(5, 4, 4)
-    sheet.add(drafted)
+    add(sheet, drafted)
     tree = sheet.tree(0.0)
     graph = sheet.graph()
     again = graph.unroll(max_nodes=len(tree))

@@ -214,7 +214,7 @@ class ShortOfMemory(Captured):
 
     def __init__(self, compute: Any, device: torch.device, pool: Any = None) -> None:
         super().__init__(compute, device, pool)
-        if len(self()[0]) > self.most:
+        if len(self()) > self.most:
             raise torch.OutOfMemoryError
 
 

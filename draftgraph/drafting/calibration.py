@@ -8,6 +8,7 @@ from draftgraph.graph import Bools, Floats, Source
 
 EDGES = np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98])  # of bins
 KNOTS = (np.array([0.0, *EDGES]) + np.array([*EDGES, 1.0])) / 2  # the middle of each bin
+PLACES = np.array([0.0, *KNOTS, 1.0])  # where the curve through them is known
 PRIOR = 5.0  # acceptances, as many as estimated, that a bin starts with
 WINDOW = 500.0  # outcomes that a bin remembers
 
@@ -36,12 +37,11 @@ class Table:
 
     def __init__(self) -> None:
         self._tried, self._expected, self._accepted = np.zeros((3, len(KNOTS)))
-        self._curve = KNOTS.copy()
+        self._curve = PLACES.copy()
 
     def follow(self, estimates: Floats) -> Floats:
         """The curve's height at estimates, straight between the bins."""
-        end = max(self._curve[-1], min(1.0, self._curve[-1] / KNOTS[-1]))
-        heights: Floats = np.interp(estimates, [0.0, *KNOTS, 1.0], [0.0, *self._curve, end])
+        heights: Floats = np.interp(estimates, PLACES, self._curve)
         return heights
 
     def observe(self, estimates: Floats, accepted: Bools) -> None:
@@ -53,7 +53,8 @@ class Table:
         for counts in (self._tried, self._expected, self._accepted):
             counts *= fading
         ratio = (self._accepted + PRIOR) / (self._expected + PRIOR)
-        self._curve = never_falling(np.minimum(ratio * KNOTS, 1.0), self._tried + PRIOR)
+        heights = never_falling(np.minimum(ratio * KNOTS, 1.0), self._tried + PRIOR)
+        self._curve = np.array([0.0, *heights, max(heights[-1], min(1.0, heights[-1] / KNOTS[-1]))])
 
 
 def never_falling(heights: Floats, weights: Floats) -> Floats:

@@ -5,8 +5,9 @@ Best first under a width: every level expands the likeliest nodes that are still
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,17 @@ from torch import Tensor
 
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.best import best_tokens
-from draftgraph.engine.capture import Captured
-from draftgraph.engine.graph_attention import WORD
+from draftgraph.engine.capture import Captured, host_memory
 from draftgraph.engine.growth import Growth, steps_on
 from draftgraph.engine.runner import common_prefix
+from draftgraph.engine.sampler import Sampling, SamplingData
+from draftgraph.engine.sampling import Warping, perturbed
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine
-from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
+from draftgraph.graph import NO_TOKEN, ROOT, WORD, Floats, Ints, Source, TokenGraph
 from draftgraph.models.cache import notice
-from draftgraph.noise import gumbel_rows, signed
 
 WIDTH = 8  # nodes that a level expands
+LEVELS = 16  # that a program is made for, at least
 NEW_TOKENS = (16, *(width for width in WIDTHS if width > 16))  # of the text, read at the root's level
 
 
@@ -35,6 +37,13 @@ class DraftedNodes:
     tokens: Ints  # [expansions, k]
     probs: Floats  # [expansions, k], behind their paths
     nodes: list[int]  # that were expanded, by row; a node's number is its place in `tokens`, root or none: -1
+
+    @classmethod
+    def of(cls, report: Floats) -> DraftedNodes:
+        """See `Growth.report`."""
+        k = report.shape[1] // 2
+        whole = report.astype(np.int64)
+        return cls(whole[:, :k], np.exp(report[:, k : 2 * k]), whole[:, 2 * k].tolist())
 
     @cached_property
     def expansion_of(self) -> dict[int, int]:
@@ -49,73 +58,105 @@ class DraftedNodes:
         return row * self.tokens.shape[1] + int(found[0]) if len(found) else None
 
 
-class LevelProgram:
-    """One recorded run of the draft: it reads the new text, then expands `levels - 1` times some open nodes."""
+class Program:
+    """The recorded parts of a draft's run: it reads the new text, then expands some open nodes, level after level."""
 
-    def __init__(self, draft: DeviceDraft, new_tokens: int, levels: int, sampled: bool) -> None:
-        self.draft, self.levels, self.sampled = draft, levels, sampled
-        device = draft.engine.device
-        self.text = PassData(new_tokens, max(1, new_tokens // WORD), device)
-        self.growth = Growth.of(levels, draft.width, draft.k, device)
-        self.steps = steps_on(device)
-        self.causal = causal_words(new_tokens, self.text.words)
-        self.key = torch.zeros(1, dtype=torch.long, device=device)  # of the noise
-        self.temperature = torch.zeros(1, dtype=torch.float64, device=device)
-        self._write_aside(draft.engine.capacity)
-        self.run = Captured(self._compute, device)
+    def __init__(self, draft: DeviceDraft, levels: int, sampled: bool) -> None:
+        self.draft, self.sampled, self.device = draft, sampled, draft.engine.device
+        self.growth = Growth.of(levels, draft.width, draft.k, self.device)
+        self.steps = steps_on(self.device)
+        self.noise = SamplingData(self.device)
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._report = host_memory(self.growth.report.shape, self.growth.report.dtype, self.device)
+        self._readings: dict[int, tuple[PassData, Captured]] = {}  # by how many new tokens they can read
+        self._levels: list[Captured] = []
+        self._running: list[Captured] = []
+        self._aside = draft.engine.capacity - 1 - len(self.growth.expanded)  # where recording writes: behind any text
 
-    def _write_aside(self, capacity: int) -> None:
-        """Recording must not write over the text."""
-        self.text.slots.copy_(torch.arange(capacity - self.text.width, capacity))
-        self.text.graph.lengths.fill_(capacity - 1 - len(self.growth.expanded))
-
-    def tell(self, unread: list[int], length: int, capacity: int, noise: Any) -> None:
-        """New tokens behind a text of this length, and the noise of sampled text."""
-        count, width, host = len(unread), self.text.width, self.text.host
-        host["tokens"][:count], host["tokens"][count:] = unread, 0
-        host["positions"][:] = np.minimum(length + np.arange(width), length + count - 1)
-        host["slots"][:count] = np.arange(length, length + count)
-        host["slots"][count:] = np.arange(capacity - (width - count), capacity)
-        host["length"][:] = length
-        host["ancestors"][:] = self.causal
-        host["scratch_positions"][:width] = length + np.arange(width)
-        host["last"][:] = count - 1
-        self.text.send()
+    def start(self, unread: list[int], levels: int, noise: Any) -> None:
+        """New tokens behind the text, and the noise of sampled text."""
+        self.wait()
+        width = next(width for width in NEW_TOKENS if len(unread) <= width)
+        text, read = self._readings.get(width) or self._reading(width)
+        while len(self._levels) < levels - 1:
+            self._levels.append(self._level(len(self._levels)))
+        tell(text, unread, len(self.draft.engine.text), self.draft.engine.capacity)
         if noise is not None:
-            self.key.fill_(signed(noise.noise.stream_key(noise.stream)))
-            self.temperature.fill_(noise.temperature)
+            self.noise.tell(Sampling(noise.noise.stream_key(noise.stream), Warping(noise.temperature)))
+        self._running = [read, *self._levels[: levels - 1]]
+        for part in self._running:
+            part()
 
-    def nodes(self, result: Tensor) -> DraftedNodes:
-        """Waits for a run."""
-        found, size = result.cpu().numpy(), len(self.growth.tokens)
-        tokens, scores = found[: 2 * size].reshape(2, -1, self.growth.k)
-        expanded = found[2 * size :].astype(np.int64)[: len(tokens) - 1]
-        paths = np.concatenate([[0.0], scores.ravel()[expanded]])[:, None]  # of the expanded nodes themselves
-        with np.errstate(invalid="ignore"):  # a node that is none has children that are none
-            probs = np.nan_to_num(np.exp(scores - paths))
-        return DraftedNodes(tokens.astype(np.int64), probs, [-1, *expanded.tolist()])
+    def wait(self) -> None:
+        for part in self._running:
+            part.wait()
 
-    def _compute(self) -> Tensor:
-        text, growth, engine = self.text, self.growth, self.draft.engine
-        growth.open.fill_(-torch.inf)
-        growth.length.copy_(text.graph.lengths + text.last + 1)  # of the text with its new tokens
-        logits = engine.graph_pass(text.tokens, text.positions, text.slots, text.graph)
-        self._propose(0, logits.index_select(0, text.last), torch.zeros_like(growth.scores[:1]), growth.length)
-        for level in range(self.levels - 1):
+    def arriving(self) -> Iterator[list[tuple[int, list[int]]]]:
+        """The nodes that each level expanded, first the root (-1), and their children: as soon as they are here."""
+        k, width, first = self.growth.k, self.growth.width, 0
+        for part in self._running:
+            part.wait()
+            rows = self._report[first : first + width if first else 1].numpy().astype(np.int64).tolist()
+            first += len(rows)
+            yield [(row[2 * k], row[:k]) for row in rows]
+
+    def drafted(self) -> DraftedNodes:
+        """All of it. Waits for the device."""
+        self.wait()
+        return DraftedNodes.of(self._report[: 1 + (len(self._running) - 1) * self.growth.width].numpy())
+
+    def _reading(self, width: int) -> tuple[PassData, Captured]:
+        text, growth, engine = PassData(width, max(1, width // WORD), self.device), self.growth, self.draft.engine
+        text.host["slots"][:] = np.arange(engine.capacity - width, engine.capacity)  # recording must not touch the text
+        text.host["length"][:] = self._aside
+
+        def read() -> None:
+            text.arrive()
+            if self.sampled:
+                self.noise.arrive()
+            growth.open.fill_(-torch.inf)
+            growth.length.copy_(text.graph.lengths + text.last + 1)  # of the text with its new tokens
+            logits = engine.graph_pass(text.tokens, text.positions, text.slots, text.graph)
+            self._propose(0, logits.index_select(0, text.last), torch.zeros_like(growth.scores[:1]), growth.length)
+
+        self._readings[width] = text, Captured(read, self.device, self._pool)
+        return self._readings[width]
+
+    def _level(self, level: int) -> Captured:
+        growth, engine = self.growth, self.draft.engine
+        growth.length.fill_(self._aside)
+
+        def expand() -> None:
             self.steps.choose(growth, level, self.draft.readable)
             seen = growth.level(level)
             logits = engine.graph_pass(growth.next_tokens, growth.next_positions, growth.next_slots, seen)
             self._propose(1 + level * growth.width, logits, growth.next_scores, growth.next_positions[0] + 1)
-        return torch.cat([part.double() for part in (growth.tokens, growth.scores, growth.expanded)])
+
+        return Captured(expand, self.device, self._pool)
 
     def _propose(self, first: int, logits: Tensor, scores: Tensor, positions: Tensor) -> None:
         """The children of the expansions from `first` on, whose next tokens have these positions."""
         tokens = self.draft.written
+        logits = logits[:, : len(tokens)]
         if self.sampled:
-            noise = gumbel_rows(self.key, positions, tokens)
-            logits = (logits[:, : len(tokens)].double() + self.temperature * noise).float()
-        best, chances = best_tokens(logits[:, : len(tokens)], self.growth.k)
+            logits = perturbed(logits, self.noise.key, positions, tokens, self.noise.temperature)
+        best, chances = best_tokens(logits, self.growth.k)
         self.steps.note(self.growth, first, scores, tokens[best], chances, self.draft.is_end)
+        here = slice(first, first + len(logits))
+        self._report[here].copy_(self.growth.report[here], non_blocking=True)
+
+
+def tell(text: PassData, unread: list[int], length: int, capacity: int) -> None:
+    """New tokens behind a text of this length."""
+    count, width, host = len(unread), text.width, text.host
+    host["tokens"][:count], host["tokens"][count:] = unread, 0
+    host["positions"][:] = np.minimum(length + np.arange(width), length + count - 1)
+    host["slots"][:count] = np.arange(length, length + count)
+    host["slots"][count:] = np.arange(capacity - (width - count), capacity)
+    host["length"][:] = length
+    host["ancestors"][:] = causal_words(width, text.words)
+    host["scratch_positions"][:width] = length + np.arange(width)
+    host["last"][:] = count - 1
 
 
 class DeviceDraft:
@@ -136,8 +177,8 @@ class DeviceDraft:
         self.written = (torch.arange(size) if written is None else written).to(device)
         self.k = min(k, len(self.written))
         self.is_end = torch.zeros(max(size, int(self.written.max()) + 1), dtype=torch.bool, device=device)
-        self._programs: dict[tuple[int, int, bool], LevelProgram] = {}
-        self._started: tuple[LevelProgram, Tensor] | None = None
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._started: Program | None = None
         self._slots = engine.slots
         self._gave_up = False  # memory was short
         self._nodes: DraftedNodes | None = None
@@ -166,14 +207,13 @@ class DeviceDraft:
         if len(unread) > NEW_TOKENS[-1]:
             engine.prefill(unread[: -NEW_TOKENS[0]])
             unread = unread[-NEW_TOKENS[0] :]
-        engine.reserve(len(text) + self.levels * self.width)
-        width = next(width for width in NEW_TOKENS if len(unread) <= width)
+        engine.reserve(len(text) + room_for(self.levels) * self.width)
         try:
-            program = self._program(width, self.levels)
+            program = self._program(self.levels)
+            program.start(unread, self.levels, self.perturb)
         except torch.OutOfMemoryError:
             return self._give_up()
-        program.tell(unread, len(engine.text), engine.capacity, self.perturb)
-        self._started = program, program.run()
+        self._started = program
         engine.text.extend(unread)
         self.passes += self.levels
         self.tokens_fed += len(unread) + (self.levels - 1) * self.width
@@ -191,10 +231,14 @@ class DeviceDraft:
             tokens[known], probs[known] = drafted.tokens[here], drafted.probs[here]
         return np.where(probs > 0, tokens, NO_TOKEN), probs
 
+    def arriving(self) -> Iterator[list[tuple[int, list[int]]]]:
+        """What was begun, level by level: see `Program.arriving`."""
+        return iter(()) if self._started is None else self._started.arriving()
+
     def drafted(self) -> DraftedNodes | None:
         """Waits for what was begun."""
         if self._nodes is None and self._started is not None:
-            self._nodes = self._started[0].nodes(self._started[1])
+            self._nodes = self._started.drafted()
         return self._nodes
 
     def _place(self, graph: TokenGraph, node: int) -> int | None:
@@ -216,16 +260,22 @@ class DeviceDraft:
         self._gave_up, self.levels = True, 0
         notice("no GPU memory for drafting: going on without a draft model")
 
-    def _program(self, width: int, levels: int) -> LevelProgram:
+    def _program(self, levels: int) -> Program:
         if self._slots is not self.engine.slots:  # recorded programs write into the old ones
             self._programs.clear()
             self._slots = self.engine.slots
-        key = (width, levels, self.perturb is not None)
+        key = (room_for(levels), self.perturb is not None)
         if key not in self._programs:
-            self._programs[key] = LevelProgram(self, *key)
+            self._programs[key] = Program(self, *key)
         return self._programs[key]
 
 
+def room_for(levels: int) -> int:
+    """Levels that a program is made for: few sizes, so that few are recorded."""
+    return max(LEVELS, 1 << (levels - 1).bit_length())
+
+
+@cache
 def causal_words(width: int, words: int) -> Ints:
     """Every token sees those before it and itself."""
     bits = np.zeros((width, words * WORD), dtype=bool)

@@ -132,8 +132,8 @@ class SheetGrower:
     def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
         spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
         floor = cost.floor()
-        if (drafted := self.draft.drafted()) is not None:
-            self.sheet.add(drafted)
+        self.sheet.follow(self.draft.arriving(), self.draft.k)
+        self.sheet.add(self.draft.drafted())
         tree = self.sheet.tree(floor)
         return tree.first(nodes_worth_checking(tree, cost, spent))
 

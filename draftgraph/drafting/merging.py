@@ -53,26 +53,23 @@ def merged(tree: TokenTree, tau: int, max_depth: int, max_nodes: int) -> Merged:
 
 def aliases_in(parents: list[int], tokens: list[int], tau: int) -> dict[int, int]:
     """Leaf -> the first node with the same last tau tokens that something follows and that is none of its ancestors."""
-    inner = set(parents)
-    grams = grams_of(parents, tokens, tau)
+    inner, grams = set(parents), grams_of(parents, tokens, tau)
     first: dict[Gram, int] = {}
-    for node, gram in enumerate(grams):
-        if gram is not None and node in inner:
-            first.setdefault(gram, node)
-    found: dict[int, int] = {}
-    for node, gram in enumerate(grams):
-        twin = first.get(gram) if gram is not None and node not in inner else None
-        if twin is not None and not reaches(parents, twin, node):
-            found[node] = twin
-    return found
+    for node in sorted(inner, reverse=True):
+        if node >= 0:
+            first[grams[node]] = node
+    twins = ((node, first[gram]) for node, gram in enumerate(grams) if gram in first and node not in inner)
+    return {node: twin for node, twin in twins if len(grams[node]) == tau and not reaches(parents, twin, node)}
 
 
-def grams_of(parents: list[int], tokens: list[int], tau: int) -> list[Gram | None]:
-    """The last tau tokens of every path; None where it is shorter."""
-    paths: list[Gram] = []
+def grams_of(parents: list[int], tokens: list[int], tau: int) -> list[Gram]:
+    """The last tau tokens of every path, as one tuple; fewer where it is shorter."""
+    if tau == 2:  # as in the paper, and quicker
+        return [(tokens[0],), *((tokens[parent], token) for parent, token in zip(parents[1:], tokens[1:], strict=True))]
+    grams: list[Gram] = []
     for parent, token in zip(parents, tokens, strict=True):
-        paths.append((*paths[parent], token)[-tau:] if parent >= 0 else (token,))
-    return [path if len(path) == tau else None for path in paths]
+        grams.append((*grams[parent], token)[-tau:] if parent >= 0 else (token,))
+    return grams
 
 
 def reaches(parents: list[int], start: int, node: int) -> bool:

@@ -108,19 +108,27 @@ def pooled(tokens: Ints, said: Floats, k: int) -> Floats:
 
     The first k columns are the draft's, the others those of memories.
     """
-    named, opinions = np.ascontiguousarray(tokens.T), np.ascontiguousarray(said.T)  # long rows: NumPy is slow at short
-    same = named[:, None] == named[None]  # [columns, columns, nodes]
-    earlier = np.tri(len(named), k=-1, dtype=bool).T[:, :, None]
-    first = ~(same & earlier).any(axis=0) & (named != NO_TOKEN)
-    others_say = (same[k:] * opinions[k:, None]).max(axis=0, initial=0.0) * first
-    drafted = opinions[:k].sum(axis=0)  # 0 where no draft was asked
-    without = others_say / np.maximum(others_say.sum(axis=0), 1.0)
-    draft_says = (same[:k] * opinions[:k, None]).max(axis=0, initial=0.0) * first
-    weights = np.where(draft_says > 0, draft_says, UNNAMED) * (np.maximum(others_say, SILENCE) / SILENCE) ** WEIGHT
-    weights *= first
-    with_draft = weights / (weights.sum(axis=0) + np.maximum(1.0 - drafted, REST))
-    chances: Floats = np.where(drafted > 0, with_draft, without).T
+    named, opinions = tokens.T, said.T
+    known = named[k:, None] == named[None, k:]  # [columns, columns, nodes]
+    earlier = (known & np.tri(len(known), k=-1, dtype=bool).T[:, :, None]).any(axis=0)
+    loudest = (known * opinions[k:, None]).max(axis=0, initial=0.0)
+    remembered, heard = np.where(earlier, NO_TOKEN, named[k:]), np.where(earlier, 0.0, loudest)
+    chances: Floats = np.concatenate(weighed(named[:k], opinions[:k], remembered, heard)).T
     return chances
+
+
+def weighed(drafted: Ints, probs: Floats, named: Ints, said: Floats) -> tuple[Floats, Floats]:
+    """Chances of what a draft proposes [k, nodes] and of what memories name [columns, nodes], every token once: what
+    the draft names too is 0 there. Nodes stand in rows that are long: NumPy is slow at short ones."""
+    same = named[:, None] == drafted  # [columns, k, nodes]
+    alone = ~same.any(axis=1) & (named != NO_TOKEN)
+    support = (np.maximum(said, SILENCE) / SILENCE) ** WEIGHT
+    believed = probs * (same * support[:, None]).max(axis=0, initial=1.0)
+    unnamed = UNNAMED * support * alone
+    certain = probs.sum(axis=0)  # 0 where no draft was asked
+    total = believed.sum(axis=0) + unnamed.sum(axis=0) + np.maximum(1.0 - certain, REST)
+    without = said * alone / np.maximum((said * alone).sum(axis=0), 1.0)
+    return believed / total, np.where(certain > 0, unnamed / total, without)
 
 
 def revise(graph: TokenGraph, node: int, tokens: Ints, chances: Floats) -> None:

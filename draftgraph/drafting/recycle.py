@@ -98,17 +98,23 @@ class RecycleProposer:
             tokens[places, : best[0].shape[1]], chances[places, : best[0].shape[1]] = best
         return tokens, chances
 
-    def likeliest(self, context: Context, depth: int) -> list[tuple[int, float]]:
-        """Tokens behind a context and their chances, best first."""
-        match = self.memory.find(context)
-        if match is None:
-            return []
+    def likeliest(self, contexts: list[Context], depths: list[int]) -> list[list[tuple[int, float]]]:
+        """Tokens behind contexts and their chances, best first."""
+        matches = [self.memory.find(context) for context in contexts]
         if self.noise is None:
-            trust = TRUST[match[1]]
-            return [(token, trust * share) for token, share in self.memory.best[match[0]][: self.k]]
-        tokens, chances = self.ranked([match], np.array([depth]))
-        both = zip(tokens[0].tolist(), chances[0].tolist(), strict=True)
-        return [(token, chance) for token, chance in both if chance > 0]
+            return [[] if match is None else self._remembered(*match) for match in matches]
+        found: list[list[tuple[int, float]]] = [[] for _ in matches]
+        known = [(place, match) for place, match in enumerate(matches) if match is not None]
+        if known:
+            deep = np.array([depths[place] for place, _ in known])
+            tokens, chances = self.ranked([match for _, match in known], deep)
+            for (place, _), row, said in zip(known, tokens.tolist(), chances.tolist(), strict=True):
+                found[place] = [pair for pair in zip(row, said, strict=True) if pair[1] > 0]
+        return found
+
+    def _remembered(self, row: int, length: int) -> list[tuple[int, float]]:
+        trust = TRUST[length]
+        return [(token, trust * share) for token, share in self.memory.best[row][: self.k]]
 
     def ranked(self, matches: list[tuple[int, int]], depths: Ints) -> tuple[Ints, Floats]:
         """The best of what was found in the memory, at nodes of these depths. # [nodes, k]"""

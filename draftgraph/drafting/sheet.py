@@ -8,6 +8,7 @@ draft is at work, rows are made of what the memories alone say.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -15,20 +16,22 @@ from draftgraph.config import GraphConfig
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DraftedNodes
 from draftgraph.drafting.merging import merged
-from draftgraph.drafting.pool import ORDER, pooled
+from draftgraph.drafting.pool import ORDER, weighed
 from draftgraph.drafting.recycle import CONTEXTS, Context, RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
-from draftgraph.graph import NO_TOKEN, Floats, Ints, Source, State, TokenGraph, TokenTree
+from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, State, TokenGraph, TokenTree
 
 CHOICES = 4  # of each memory at a node
 MEMORY_ROWS = 16  # made while the draft is at work
+ROWS = 128  # to begin with
 LEAST = 0.02  # a node that is less likely is no row of a memory
 
-Opinions = tuple[list[int], list[float]]  # tokens and chances, a column each
+Opinions = tuple[list[int], list[float]]  # tokens and chances, each in its place
 
 
 class Sheet:
-    """The rows of one step."""
+    """The rows of one step. In arrays they stand side by side, and what is proposed at each below one another: first
+    what the draft says, then what was copied, then what was recycled."""
 
     def __init__(
         self, copied: SuffixProposer, recycled: RecycleProposer, calibration: Calibration, config: GraphConfig
@@ -38,7 +41,9 @@ class Sheet:
         counts = (config.k, CHOICES, CHOICES)
         ends = np.cumsum(counts)
         self.columns = {source: slice(end - count, end) for source, end, count in zip(ORDER, ends, counts, strict=True)}
-        self._source_of = np.repeat(np.arange(len(ORDER)), counts)
+        self._remembered = np.zeros((ROWS, 2 * CHOICES), dtype=np.int64)  # what the memories say at every row
+        self._heard = np.zeros((ROWS, 2 * CHOICES))
+        self._names = [source for source, count in zip(ORDER, counts, strict=True) for _ in range(count)]
 
     def begin(self, text: list[int], max_depth: int, ends: frozenset[int]) -> None:
         """The root's row, and those that the memories lead to. Both have begun this step."""
@@ -47,34 +52,43 @@ class Sheet:
         self._rows: dict[tuple[int, int], int] = {}  # parent's row, token -> row
         self._matches = [self.copied.root]
         self._contexts: list[Context] = [tuple(text[-max(CONTEXTS) :])]
-        self._memories: list[Opinions] = [self._asked(0)]
+        self._memories: list[Opinions] = []
+        self._ask([0])
         self._drafts: tuple[list[int], Ints, Floats] | None = None  # rows, tokens, chances
         heap: list[tuple[float, int, int]] = []  # -chance, parent's row, token
         self._push_likely(heap, 0, 1.0)
         while heap and len(self.parents) <= MEMORY_ROWS:
             negative, parent, token = heapq.heappop(heap)
-            self._push_likely(heap, self._row(parent, token), -negative)
+            row = self._row(parent, token)
+            self._ask([row])
+            self._push_likely(heap, row, -negative)
 
     def _push_likely(self, heap: list[tuple[float, int, int]], row: int, chance: float) -> None:
         if self.depths[row] >= self.max_depth:
             return
-        best: dict[int, float] = {}
-        for token, said in zip(*self._memories[row], strict=True):
-            best[token] = max(said, best.get(token, 0.0))
-        total = max(sum(best.values()), 1.0)
-        for token, said in best.items():
+        tokens, chances = self._memories[row]
+        total = max(sum(chances), 1.0)
+        for token, said in zip(tokens, chances, strict=True):
             if chance * said > LEAST * total and token not in self.ends:
                 heapq.heappush(heap, (-chance * said / total, row, token))
 
-    def add(self, drafted: DraftedNodes) -> None:
-        """What a draft proposed."""
-        tokens, k = drafted.tokens.tolist(), drafted.tokens.shape[1]
-        row_of = {0: 0}  # expansion -> row
-        for expansion, node in enumerate(drafted.nodes):
-            if node >= 0 and (above := row_of.get(node // k)) is not None:
-                row_of[expansion] = self._row(above, tokens[node // k][node % k])
-        expansions = list(row_of)
-        self._drafts = list(row_of.values()), drafted.tokens[expansions], drafted.probs[expansions]
+    def follow(self, levels: Iterable[list[tuple[int, list[int]]]], k: int) -> None:
+        """Rows for the nodes that a draft expands, level by level, while it does: each with its children's tokens. A
+        node is known by where it was proposed: its number is k times the expansion, plus its rank there."""
+        tokens: list[list[int]] = []
+        self._row_of: dict[int, int] = {0: 0}  # expansion -> row
+        for level in levels:
+            for node, children in level:
+                if node >= 0 and (above := self._row_of.get(node // k)) is not None:
+                    self._row_of[len(tokens)] = self._row(above, tokens[node // k][node % k])
+                tokens.append(children)
+            self._ask(range(len(self._memories), len(self.parents)))
+
+    def add(self, drafted: DraftedNodes | None) -> None:
+        """What the draft said at the nodes that were followed."""
+        if drafted is not None:
+            expansions = list(self._row_of)
+            self._drafts = list(self._row_of.values()), drafted.tokens[expansions], drafted.probs[expansions]
 
     def _row(self, parent: int, token: int) -> int:
         row = self._rows.get((parent, token))
@@ -85,81 +99,78 @@ class Sheet:
             self.depths.append(self.depths[parent] + 1)
             self._matches.append(self.copied.follow(self._matches[parent], token))
             self._contexts.append((*self._contexts[parent], token)[-max(CONTEXTS) :])
-            self._memories.append(self._asked(row))
         return row
 
-    def _asked(self, row: int) -> Opinions:
-        """What the memories say, each in its columns."""
-        copied = self.copied.continuations(self._matches[row], CHOICES)
-        recycled = self.recycled.likeliest(self._contexts[row], self.depths[row])
-        tokens, chances = [NO_TOKEN] * (2 * CHOICES), [0.0] * (2 * CHOICES)
-        for first, found in ((0, copied), (CHOICES, recycled)):
-            for place, (token, chance) in enumerate(found, start=first):
+    def _ask(self, rows: Sequence[int]) -> None:
+        """What the memories say at new rows, each in its places, and every token once: the louder of both counts."""
+        while len(self.parents) > len(self._remembered):
+            self._remembered, self._heard = np.tile(self._remembered, (2, 1)), np.tile(self._heard, (2, 1))
+        found = self.recycled.likeliest([self._contexts[row] for row in rows], [self.depths[row] for row in rows])
+        for row, recycled in zip(rows, found, strict=True):
+            tokens, chances = [NO_TOKEN] * (2 * CHOICES), [0.0] * (2 * CHOICES)
+            for place, (token, chance) in enumerate(self.copied.continuations(self._matches[row], CHOICES)):
                 tokens[place], chances[place] = token, chance
-        return tokens, chances
+            for place, (token, chance) in enumerate(recycled, start=CHOICES):
+                here = tokens.index(token) if token in tokens else place
+                tokens[here], chances[here] = token, max(chance, chances[here])
+            self._memories.append((tokens, chances))
+            self._remembered[row], self._heard[row] = tokens, chances
 
     def tree(self, floor: float) -> TokenTree:
         """The likeliest nodes, best first, each with the product of the chances on its path."""
-        k = self.config.k
-        self.named, said = np.full((len(self.parents), self.width), NO_TOKEN), np.zeros((len(self.parents), self.width))
-        self.named[:, k:], said[:, k:] = (np.array(part) for part in zip(*self._memories, strict=True))
-        self.drafted: set[int] = set()
-        if self._drafts is not None:
-            rows, tokens, chances = self._drafts
-            self.named[rows, : tokens.shape[1]] = np.where(chances > 0, tokens, NO_TOKEN)
-            said[rows, : tokens.shape[1]] = chances
-            self.drafted = set(rows)
-        self.estimates = pooled(self.named, said, k)
-        self.named = np.where(self.estimates > 0, self.named, NO_TOKEN)
-        self.chances = self._chances()
-        scores, self._child_rows = self._scores()
-        flat = scores.ravel()
-        order = np.argsort(-flat, kind="stable")[: self.config.nodes - 1]
-        order = order[flat[order] > max(floor, 0.0)]
-        self.plain = self._tree_of(order, flat)
+        self._pool()
+        parents, tokens, depths = np.array(self.parents), np.array(self.tokens), np.array(self.depths)
+        matching = self.named[:, parents] == tokens
+        matching[:, 0] = False  # the root is nobody's child
+        places, rows = matching.nonzero()  # of the rows that are somebody's child
+        steps = np.zeros(len(parents))
+        steps[rows] = self.chances[places, parents[rows]]
+        above, columns, scores = self._best(steps.tolist(), depths < self.max_depth, floor)
+        child_rows = np.full(self.named.shape, -1)
+        child_rows[places, parents[rows]] = rows
+        self.rows = np.concatenate([[0], child_rows[columns, above]])  # of the tree's nodes, -1: none
+        node_of = np.zeros(len(parents) + 1, dtype=np.int64)  # by row, and one for those that are none
+        node_of[self.rows] = np.arange(len(self.rows))
+        self.plain = TokenTree(
+            tokens=np.concatenate([tokens[:1], self.named[columns, above]]),
+            parents=np.concatenate([[-1], node_of[above]]),
+            depths=np.concatenate([[0], depths[above] + 1]),
+            nodes=np.arange(len(self.rows)),
+            scores=np.concatenate([[1.0], scores]),
+            sources=["root", *(self._names[column] for column in columns.tolist())],
+        )
         self.merged = merged(self.plain, self.config.tau, self.max_depth, self.config.nodes)
         return self.merged.tree
 
-    def _chances(self) -> Floats:
-        chances = np.empty(self.estimates.shape)
+    def _pool(self) -> None:
+        """One chance for every token that anybody names. # [columns, rows]"""
+        k, count = self.config.k, len(self.parents)
+        names, said = np.ascontiguousarray(self._remembered[:count].T), np.ascontiguousarray(self._heard[:count].T)
+        drafted, probs = np.full((k, count), NO_TOKEN), np.zeros((k, count))
+        self.drafted: set[int] = set()
+        if self._drafts is not None:
+            rows, tokens, sure = self._drafts
+            drafted[: tokens.shape[1], rows] = np.where(sure > 0, tokens, NO_TOKEN).T
+            probs[: tokens.shape[1], rows] = sure.T
+            self.drafted = set(rows)
+        self.estimates = np.concatenate(weighed(drafted, probs, names, said))
+        self.named = np.where(self.estimates > 0, np.concatenate([drafted, names]), NO_TOKEN)
+        self.chances = np.empty(self.estimates.shape)
         for source, here in self.columns.items():
-            chances[:, here] = self.calibration.corrected(source, self.estimates[:, here])
-        if self.config.k < self.width:
-            least = np.partition(chances, -self.config.k, axis=1)[:, -self.config.k]
-            chances[chances < least[:, None]] = 0.0
-        return chances
+            self.chances[here] = self.calibration.corrected(source, self.estimates[here])
+        least = np.partition(self.chances, -k, axis=0)[-k]
+        self.chances[self.chances < least] = 0.0  # k children at most
 
-    def _scores(self) -> tuple[Floats, Ints]:
-        """Of all children of all rows, and which of them are rows themselves. # [rows, columns] each"""
-        parents, tokens = np.array(self.parents), np.array(self.tokens)
-        matching = self.named[parents] == tokens[:, None]
-        columns, named = matching.argmax(axis=1), matching.any(axis=1)
-        named[0] = False  # the root is nobody's child
-        steps = np.where(named, self.chances[parents, columns], 0.0).tolist()
+    def _best(self, steps: list[float], open_rows: Bools, floor: float) -> tuple[Ints, Ints, Floats]:
+        """Rows, columns and scores of the best children of open rows, best first; `steps` are the rows' own chances."""
         paths = [1.0]
         for parent, step in zip(self.parents[1:], steps[1:], strict=True):
             paths.append(paths[parent] * step)
-        deep = np.array(self.depths) >= self.max_depth
-        child_rows = np.full(self.named.shape, -1)
-        child_rows[parents[named], columns[named]] = np.flatnonzero(named)
-        return np.where(deep, 0.0, paths)[:, None] * self.chances, child_rows
-
-    def _tree_of(self, order: Ints, flat: Floats) -> TokenTree:
-        above = order // self.width
-        rows = np.concatenate([[0], self._child_rows.ravel()[order]])  # of the tree's nodes, -1: none
-        places = np.zeros(len(self.parents), dtype=np.int64)
-        places[rows[rows >= 0]] = np.flatnonzero(rows >= 0)
-        names = self._source_of[order % self.width].tolist()
-        sources: list[Source] = ["root", *(ORDER[name] for name in names)]
-        self.rows = rows
-        return TokenTree(
-            tokens=np.concatenate([[self.tokens[0]], self.named.ravel()[order]]),
-            parents=np.concatenate([[-1], places[above]]),
-            depths=np.concatenate([[0], np.array(self.depths)[above] + 1]),
-            nodes=np.arange(len(order) + 1),
-            scores=np.concatenate([[1.0], flat[order]]),
-            sources=sources,
-        )
+        scores = (np.where(open_rows, paths, 0.0) * self.chances).T  # a parent's row stands before its child's
+        above, columns = np.nonzero(scores > max(floor, 0.0))
+        found = scores[above, columns]
+        order = np.argsort(-found, kind="stable")[: self.config.nodes - 1]
+        return above[order], columns[order], found[order]
 
     def graph(self) -> TokenGraph:
         """What was chosen as a graph, in which an alias shares the children of the node that it repeats."""
@@ -185,8 +196,8 @@ class Sheet:
         known = np.array([row for row, _ in outcomes if row >= 0])
         right = np.array([token for row, token in outcomes if row >= 0])
         for source, here in self.columns.items():
-            estimates = self.estimates[known, here] if len(known) else np.zeros((0, 1))
+            estimates = self.estimates[here, known] if len(known) else np.zeros((1, 0))
             named = estimates > 0
             if named.any():
-                accepted = self.named[known, here] == right[:, None]
+                accepted = self.named[here, known] == right
                 self.calibration.observe(source, estimates[named], accepted[named])

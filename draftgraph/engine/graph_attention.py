@@ -14,9 +14,9 @@ from transformers.masking_utils import sdpa_mask
 
 from draftgraph.engine.attention import SLIDING, layer_kinds
 from draftgraph.errors import UnsupportedModelError
+from draftgraph.graph import WORD
 
 NAME = "draftgraph_graph"
-WORD = 64  # bits of an int64
 UNKNOWN = ("position_bias", "indices", "block_indices")  # what only a mask or a model's own code could apply
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftgraph.engine.graph_attention import WORD, GraphPass
+from draftgraph.engine.graph_attention import GraphPass
+from draftgraph.graph import WORD
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Growth:
     next_positions: Tensor  # [1, width]
     next_slots: Tensor  # [width]
     next_scores: Tensor  # [width]
+    report: Tensor  # [expansions, 2k + 1] float64: children, their log-probabilities, and the node; root or none: -1
 
     @classmethod
     def of(cls, levels: int, width: int, k: int, device: torch.device) -> Growth:
@@ -54,6 +56,7 @@ class Growth:
             next_positions=whole(1, width),
             next_slots=whole(width),
             next_scores=torch.zeros(width, device=device),
+            report=torch.zeros(1 + expansions, 2 * k + 1, dtype=torch.float64, device=device),
         )
 
     def level(self, number: int) -> GraphPass:
@@ -93,6 +96,9 @@ def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Te
     rows = torch.arange(first, first + len(tokens), device=tokens.device)
     growth.parents[here] = rows.repeat_interleave(growth.k, output_size=tokens.numel())
     growth.open[here] = growth.scores[here].masked_fill(is_end[growth.tokens[here]], -torch.inf)
+    nodes = growth.expanded[first - 1 : first - 1 + len(tokens)] if first else torch.full_like(rows, -1)
+    columns = (tokens, chances, nodes[:, None])
+    growth.report[first : first + len(tokens)] = torch.cat([column.double() for column in columns], dim=1)
 
 
 def steps_on(device: torch.device) -> Any:

@@ -49,18 +49,26 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _note(  # type: ignore[no-untyped-def]
-    tokens, scores, open_scores, parents, paths, proposed, chances, is_end, first, count, k, block: tl.constexpr
-):
+    tokens, scores, open_scores, parents, expanded, report, paths, proposed, chances, is_end,
+    first, count, k, block: tl.constexpr,
+):  # fmt: skip
     place = tl.arange(0, block)
     there = place < count
     token = tl.load(proposed + place, mask=there, other=0)
-    score = tl.load(paths + place // k, mask=there, other=0.0) + tl.load(chances + place, mask=there, other=0.0)
+    chance = tl.load(chances + place, mask=there, other=0.0)
+    score = tl.load(paths + place // k, mask=there, other=0.0) + chance
     ended = tl.load(is_end + token, mask=there, other=0) != 0
     here = first * k + place
     tl.store(tokens + here, token, mask=there)
     tl.store(scores + here, score, mask=there)
     tl.store(open_scores + here, tl.where(ended, -float("inf"), score), mask=there)
     tl.store(parents + here, (first + place // k).to(tl.int64), mask=there)
+    row = first + place // k
+    column = report + row * (2 * k + 1) + place % k
+    tl.store(column, token.to(tl.float64), mask=there)
+    tl.store(column + k, chance.to(tl.float64), mask=there)
+    node = tl.load(expanded + row - 1, mask=there & (row > 0), other=-1)
+    tl.store(column + 2 * k, node.to(tl.float64), mask=there & (place % k == 0))
 
 
 def choose(growth: Growth, level: int, readable: int) -> None:
@@ -77,6 +85,7 @@ def choose(growth: Growth, level: int, readable: int) -> None:
 def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor, is_end: Tensor) -> None:
     count = tokens.numel()
     _note[(1,)](
-        growth.tokens, growth.scores, growth.open, growth.parents, scores, tokens.contiguous(), chances.contiguous(),
-        is_end, first, count, growth.k, block=triton.next_power_of_2(count), num_warps=1,
+        growth.tokens, growth.scores, growth.open, growth.parents, growth.expanded, growth.report,
+        scores, tokens.contiguous(), chances.contiguous(), is_end,
+        first, count, growth.k, block=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip

@@ -14,7 +14,8 @@ from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.engine.rope import RopeSwitch
-from draftgraph.graph import Bools, Ints
+from draftgraph.engine.sampler import Sampling
+from draftgraph.graph import Bools, Ints, TokenTree
 from draftgraph.ranking import Ranking
 
 PREFILL_CHUNK = 2048
@@ -39,7 +40,11 @@ class Engine(Protocol):
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor: ...
 
+    def check(self, tree: TokenTree) -> Tensor: ...
+
     def rank(self, logits: Tensor) -> Ranking: ...
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None: ...
 
     def commit(self, slots: list[int], tokens: list[int]) -> None: ...
 
@@ -114,9 +119,17 @@ class EagerEngine:
         is_chain = bool((depths == sequential).all()) and bool(visible.sum() == (sequential + 1).sum())
         return self._run(tokens.tolist(), depths.tolist(), None if is_chain else visible)
 
+    def check(self, tree: TokenTree) -> Tensor:
+        """Logits of the nodes of a tree right behind the text."""
+        return self.forward(tree.tokens, tree.depths, tree.mask)
+
     def rank(self, logits: Tensor) -> Ranking:
         """The best tokens of the last pass, whose logits are these."""
         return Ranking.of(logits)
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None:
+        """The sampled tokens of the last pass; None: they are chosen along the accepted walk alone."""
+        return None
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
         """Keeps the scratch slots of an accepted path as text; everything else of the scratch is forgotten."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,19 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.cache import SlotCache
-from draftgraph.engine.capture import Captured
+from draftgraph.engine.capture import Captured, host_memory
 from draftgraph.engine.fusing import Fusions
-from draftgraph.engine.graph_attention import NAME, WORD, GraphPass
+from draftgraph.engine.graph_attention import NAME, GraphPass
 from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import adapters
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK
+from draftgraph.engine.sampler import NodeSampler, Sampling
 from draftgraph.engine.static_cache import StaticCache
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
-from draftgraph.graph import Bools, Ints
+from draftgraph.graph import WORD, Bools, Ints, TokenTree
 from draftgraph.models.cache import notice
-from draftgraph.ranking import Ranking, packed
+from draftgraph.ranking import KEPT, Ranking, packed
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of a pass; between them, nodes that nobody looks at fill it up
 MOVES = 16  # accepted nodes that a pass can put in their places
@@ -34,7 +36,7 @@ SMALLEST_CAPACITY = 1024  # slots; doubled when a text outgrows them, which cost
 
 
 class PassData:
-    """What a pass of one width is told, in one buffer on the device that is filled by one copy."""
+    """What a pass of one width is told, in one buffer on the device that is filled by one copy, part of the pass."""
 
     def __init__(self, width: int, words: int, device: torch.device) -> None:
         self.width, self.words = width, words
@@ -49,8 +51,7 @@ class PassData:
             "ancestors": width * words,
             "scratch_positions": WORD * words,
         }
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(sum(sizes.values()), dtype=torch.long, pin_memory=pinned)
+        self._host = host_memory((sum(sizes.values()),), torch.long, device)
         self._device = torch.zeros_like(self._host, device=device)
         ends = np.cumsum(list(sizes.values())).tolist()
         places = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -67,8 +68,19 @@ class PassData:
             parts["scratch_positions"][None],
         )
 
-    def send(self) -> None:
+    def arrive(self) -> None:
+        """The device takes over what the host has written; the host may write again when the pass is done."""
         self._device.copy_(self._host, non_blocking=True)
+
+
+@dataclass
+class Pass:
+    """One width of passes, recorded."""
+
+    data: PassData
+    run: Captured
+    ranked: Tensor  # of its last run, on the host: see `ranking.packed`
+    samplers: dict[int, NodeSampler] = field(default_factory=dict)  # by top-k
 
 
 class StaticEngine:
@@ -89,13 +101,13 @@ class StaticEngine:
         self._configs = list(configs.values())
         grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
         self._experts = {} if grouped else {"_experts_implementation": "batched_mm"}
-        self._passes: dict[tuple[int, int], tuple[PassData, Captured]] = {}
+        self._passes: dict[tuple[int, int], Pass] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._linears, self._fusions = NarrowLinears(model), Fusions(model)
         self._state = self._fingerprint()
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
-        self._like = self._probe()
+        self._like, self._columns = self._probe()
         self.slots: StaticCache
         self.reserve(0)
 
@@ -145,28 +157,51 @@ class StaticEngine:
             seen = self.scratch + first
             scored = self.forward(tokens[:first], depths[:first], visible[:first, :seen]).clone()
             return torch.cat([scored, self.forward(tokens[first:], depths[first:], visible[first:])])
+        bits = np.zeros((len(tokens), WORD * words_for(visible.shape[1])), dtype=bool)
+        bits[:, : visible.shape[1]] = visible
+        return self._score(tokens, depths, np.packbits(bits, axis=1, bitorder="little").view("<i8"))
+
+    def check(self, tree: TokenTree) -> Tensor:
+        if len(tree) > self.widest:
+            return self.forward(tree.tokens, tree.depths, tree.mask)
+        return self._score(tree.tokens, tree.depths, tree.ancestors(words_for(len(tree))))
+
+    def _score(self, tokens: Ints, depths: Ints, ancestors: Ints) -> Tensor:
+        """Of nodes that one pass can hold; which scratch nodes each sees are bits. # [nodes, words]"""
         length, before = len(self.text), self.scratch
         self.reserve(length + before + len(tokens))
         positions = np.concatenate([self._scratch_positions[:before], length + depths])
-        words = 1 << (-(-len(positions) // WORD) - 1).bit_length()
         width = next(width for width in WIDTHS if len(tokens) <= width)
+        key = width, ancestors.shape[1]
         try:
-            data, run = self._passes.get((width, words)) or self._captured(width, words)
+            recorded = self._last = self._passes.get(key) or self._captured(*key)
         except torch.OutOfMemoryError:
             self._shrink(width)
-            return self.forward(tokens, depths, visible)
-        fill(data, tokens, positions, visible, length, before, self.capacity)
-        self._hand_over_moves(data)
-        data.send()
-        logits, self._ranked = run()
+            bits = np.unpackbits(ancestors.view(np.uint8), axis=1, bitorder="little")
+            return self.forward(tokens, depths, bits[:, : before + len(tokens)].astype(bool))
+        recorded.run.wait()
+        fill(recorded.data, tokens, positions, ancestors, length, before, self.capacity)
+        self._hand_over_moves(recorded.data)
+        logits = recorded.run()
         self._moves = []
         self._scratch_positions = positions
         self.scratch = len(positions)
         return logits[: len(tokens)]  # type: ignore[no-any-return]
 
     def rank(self, logits: Tensor) -> Ranking:
-        whole = len(logits) <= self.widest
-        return Ranking.read(self._ranked[: len(logits)]) if whole else Ranking.of(logits)
+        if len(logits) > self.widest:
+            return Ranking.of(logits)
+        self._last.run.wait()
+        return Ranking.read(self._last.ranked[: len(logits)])
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None:
+        """The sampled tokens of the last pass, whose logits are these; None where it was made in parts."""
+        if len(logits) > self.widest:
+            return None
+        recorded, top_k = self._last, sampling.warping.top_k
+        if top_k not in recorded.samplers:
+            recorded.samplers[top_k] = NodeSampler(recorded.run, recorded.data.positions[0], top_k)
+        return recorded.samplers[top_k].tokens(sampling)[: len(logits)]
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
         """Accepted nodes are put in their places by the next pass: it is launched anyway."""
@@ -222,19 +257,25 @@ class StaticEngine:
         self.slots.slots, self.slots.length, self.slots.shown = positions, start, end
         self._model_pass(torch.tensor([tokens], device=self.device), positions[None], self.slots, logits_to_keep=1)
 
-    def _captured(self, width: int, words: int) -> tuple[PassData, Captured]:
+    def _captured(self, width: int, words: int) -> Pass:
         data = PassData(width, words, self.device)
-        data.graph.ancestors.fill_(1)
+        data.host["ancestors"][:] = 1
+        data.host["slots"][:] = np.arange(
+            self.capacity - width, self.capacity
+        )  # recording must not write over the text
+        self._moves, moves = [], self._moves
+        self._hand_over_moves(data)
+        self._moves = moves
+        ranked = host_memory((width, 2, min(KEPT, self._columns)), torch.float64, self.device)
 
-        def compute() -> tuple[Tensor, Tensor]:
+        def compute() -> Tensor:
+            data.arrive()
             self.slots.move(*data.moves)
             logits = self.graph_pass(data.tokens, data.positions, data.slots, data.graph)
-            return logits, packed(logits)
+            ranked.copy_(packed(logits), non_blocking=True)
+            return logits
 
-        for moves in data.moves:
-            moves.fill_(self.capacity - 1)
-        data.slots.copy_(torch.arange(self.capacity - width, self.capacity))  # recording must not write over the text
-        self._passes[width, words] = data, Captured(compute, self.device, self._pool)
+        self._passes[width, words] = Pass(data, Captured(compute, self.device, self._pool), ranked)
         return self._passes[width, words]
 
     def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, graph: GraphPass) -> Tensor:
@@ -269,19 +310,24 @@ class StaticEngine:
                 setattr(config, f"{name}_internal", value)
 
     @torch.no_grad()
-    def _probe(self) -> SlotCache:
-        """What the layers keep of one token."""
+    def _probe(self) -> tuple[SlotCache, int]:
+        """What the layers keep of one token, and how many tokens the model tells apart."""
         cache = SlotCache()
         token = torch.zeros((1, 1), dtype=torch.long, device=self.device)
-        self._model_pass(token, token, cache)
-        return cache
+        logits = self._model_pass(token, token, cache)
+        return cache, logits.shape[-1]
 
     def _fingerprint(self) -> list[Any]:
         return [adapters(self.model), *(weight.data_ptr() for weight in self.model.parameters())]
 
 
+def words_for(nodes: int) -> int:
+    """Numbers of WORD bits that hold a bit for every node: a power of two, so that few passes are recorded."""
+    return 1 << (-(-nodes // WORD) - 1).bit_length()
+
+
 def fill(
-    data: PassData, tokens: Ints, positions: Ints, visible: Bools, length: int, before: int, capacity: int
+    data: PassData, tokens: Ints, positions: Ints, ancestors: Ints, length: int, before: int, capacity: int
 ) -> None:
     """Nodes that only fill the pass up repeat the first one, and write where nothing is kept."""
     count, idle, host = len(tokens), data.width - len(tokens), data.host
@@ -290,7 +336,6 @@ def fill(
     host["slots"][:count] = np.arange(length + before, length + before + count)
     host["slots"][count:] = np.arange(capacity - idle, capacity)
     host["length"][:] = length
-    bits = np.zeros((data.width, WORD * data.words), dtype=bool)
-    bits[:count, : visible.shape[1]], bits[count:, : visible.shape[1]] = visible, visible[0]
-    host["ancestors"][:] = np.packbits(bits, axis=1, bitorder="little").view("<i8").ravel()
+    seen = host["ancestors"].reshape(data.width, data.words)
+    seen[:count], seen[count:] = ancestors, ancestors[0]
     host["scratch_positions"][: len(positions)] = positions

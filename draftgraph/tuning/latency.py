@@ -91,8 +91,9 @@ class MeasuredCost:
     def __init__(self, latencies: Latencies, context: int = 0) -> None:
         self.latencies = latencies
         self.context = context
-        self._passes = latencies.target.prices(context)
-        self._levels = np.zeros(2) if latencies.draft is None else latencies.draft.prices(context)
+        self._passes = PriceList(latencies.target.prices(context))
+        self._levels = PriceList(np.zeros(2) if latencies.draft is None else latencies.draft.prices(context))
+        self._floor = self._cheapest_node()
         self._others: dict[int, MeasuredCost] = {}
 
     def at(self, context: int) -> MeasuredCost:
@@ -102,15 +103,20 @@ class MeasuredCost:
         return self._others[context]
 
     def of_pass(self, nodes: Ints) -> Floats:
-        return priced(self._passes, nodes)
+        return self._passes.of(nodes)
 
     def of_level(self, nodes: Ints) -> Floats:
-        return priced(self._levels, nodes)
+        return self._levels.of(nodes)
 
     def floor(self) -> float:
         """A node adds its chance to the tokens of a pass: too little, if plain decoding gives more in the time of a
         node at its cheapest."""
-        first, more = self._passes[1], self._passes[2:] - self._passes[1]
+        return self._floor
+
+    def _cheapest_node(self) -> float:
+        """In passes over one."""
+        prices = self._passes.known
+        first, more = prices[1], prices[2:] - prices[1]
         return float(max(0.0, (more / np.arange(1, len(more) + 1)).min() / first)) if len(more) else 0.0
 
     def of_step(self, passes: int, fed: int, checked: int) -> float:
@@ -119,11 +125,17 @@ class MeasuredCost:
         return passes * level + float(self.of_pass(np.array([checked]))[0])
 
 
-def priced(prices: Floats, nodes: Ints) -> Floats:
+class PriceList:
     """Prices by number of nodes; past the last they grow as they did before it, of late or half as fast as on average,
     whichever is more."""
-    last = len(prices) - 1
-    half = last // 2
-    late, average = (prices[last] - prices[half]) / (last - half), (prices[last] - prices[1]) / max(last - 1, 1)
-    slope = max(0.0, float(late), float(average) / 2) if last > 1 else float(prices[1])
-    return prices[np.minimum(nodes, last)] + slope * np.maximum(nodes - last, 0)
+
+    def __init__(self, known: Floats) -> None:
+        self.known = known
+        self._last = len(known) - 1
+        half = self._last // 2
+        late = (known[self._last] - known[half]) / (self._last - half)
+        average = (known[self._last] - known[1]) / max(self._last - 1, 1)
+        self._slope = max(0.0, float(late), float(average) / 2) if self._last > 1 else float(known[1])
+
+    def of(self, nodes: Ints) -> Floats:
+        return self.known[np.minimum(nodes, self._last)] + self._slope * np.maximum(nodes - self._last, 0)
