@@ -5,8 +5,8 @@
 
 An answer is timed on the clock of the wall, and every recorded computation that it replayed is then timed back to back
 on the device: what is left of the wall's time is waiting for the host. With --trace the same is read from a profile:
-the kernels that one call of the host set off (a recorded pass is one call) are one span of work, and what no span covers
-is waiting. A profiler slows the host down, so its share is an upper bound.
+what one call of the host set off (a recorded pass is one call) is one span of work, and what no span covers is waiting.
+A profiler slows the host down, so its share is an upper bound.
 """
 
 from __future__ import annotations

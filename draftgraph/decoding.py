@@ -129,6 +129,7 @@ class Decoding:
     def verify(self, tree: TokenTree) -> Scored:
         """What the target says at every node, in one pass."""
         logits = self.target.check(tree)
+        self.grower.learn()
         sampled = self.target.sample(logits, self.sampling) if self.sampling else None
         ranked = self.target.ranks or self.sources.recycled is not None
         return Scored(logits, self.target.rank(logits) if ranked else None, sampled)

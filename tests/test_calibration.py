@@ -31,6 +31,7 @@ def outcomes(rng: np.random.Generator, chance: Any, count: int) -> tuple[np.ndar
 def test_a_source_without_outcomes_is_believed() -> None:
     calibration = Calibration()
     calibration.observe("draft", np.array([0.9] * 50), np.zeros(50, dtype=bool))
+    calibration.learn()
     assert calibration.corrected("recycled", GRID).tolist() == GRID.tolist()
     assert calibration.corrected("draft", np.array([0.9]))[0] < 0.5
 
@@ -40,6 +41,7 @@ def test_the_correction_finds_the_true_rate(chance: Any) -> None:
     calibration, rng = Calibration(), np.random.default_rng(1)
     for _ in range(2000):
         calibration.observe("copied", *outcomes(rng, chance, 8))
+        calibration.learn()
     at = np.array([0.1, 0.3, 0.5, 0.7, 0.85])
     assert calibration.corrected("copied", at) == pytest.approx(chance(at), abs=0.07)
 
@@ -48,6 +50,7 @@ def test_estimates_that_are_right_stay() -> None:
     calibration, rng = Calibration(), np.random.default_rng(2)
     for _ in range(2000):
         calibration.observe("draft", *outcomes(rng, lambda p: p, 8))
+        calibration.learn()
     assert calibration.corrected("draft", GRID) == pytest.approx(GRID, abs=0.06)
 
 
@@ -56,6 +59,7 @@ def test_what_changes_is_followed() -> None:
     for chance in (0.9, 0.2):
         for _ in range(1500):
             calibration.observe("draft", *outcomes(rng, lambda p, chance=chance: 0 * p + chance, 8))
+            calibration.learn()
         assert calibration.corrected("draft", np.array([0.5]))[0] == pytest.approx(chance, abs=0.1)
 
 
@@ -66,6 +70,7 @@ seen = st.lists(st.tuples(st.floats(0.0, 1.0, exclude_min=True), st.booleans()),
 def test_the_order_of_siblings_is_kept(observed: list[tuple[float, bool]]) -> None:
     calibration = Calibration()
     calibration.observe("draft", np.array([p for p, _ in observed]), np.array([hit for _, hit in observed]))
+    calibration.learn()
     corrected = calibration.corrected("draft", GRID)
     assert (np.diff(corrected) >= -1e-12).all()
     assert corrected[0] == 0.0 and corrected.max() <= 1.0
@@ -197,6 +202,7 @@ def test_the_text_never_depends_on_what_was_learnt(style: dict[str, Any]) -> Non
     for calibration in decoder.calibrations.values():
         for source in ("draft", "copied", "recycled"):
             calibration.observe(source, GRID[1:], GRID[1:] < 0.5)  # the surer, the less true
+            calibration.learn()
     second = decoder.generate(PROMPT, max_new_tokens=50, **style)
     assert plain.sequences.tolist() == first.sequences.tolist() == second.sequences.tolist()
 

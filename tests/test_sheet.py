@@ -161,6 +161,8 @@ def test_outcomes_are_learnt_from() -> None:
     before = sheet.calibration.corrected("draft", np.array([0.5]))
     for _ in range(60):
         sheet.settle([0], [best + 1])  # never what was said
+    assert sheet.calibration.corrected("draft", np.array([0.5]))[0] == 0.5
+    sheet.calibration.learn()
     assert before[0] == 0.5 and sheet.calibration.corrected("draft", np.array([0.5]))[0] < 0.4
 
 

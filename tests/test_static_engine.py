@@ -207,6 +207,14 @@ def static_decoder(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphDecoder, list[
     return GraphDecoder(model, perturbed(model, 0.1)), plain.sequences.tolist()
 
 
+@pytest.mark.parametrize("short", [0, 7, 512])
+def test_texts_are_read_the_same_in_recorded_passes(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static, "SHORT", short)
+    decoder, plain = static_decoder(monkeypatch)
+    assert isinstance(decoder.target_engine, StaticEngine)
+    assert decoder.generate(**ASKED).sequences.tolist() == plain
+
+
 class ShortOfMemory(Captured):
     """Records nothing that is wider than this."""
 

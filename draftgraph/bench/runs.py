@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from draftgraph.errors import UsageError
 
 FILE = "runs.jsonl"
-Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run or peer
+PLAIN = "off"
+Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, peer or rescored
 
 
 class Place(NamedTuple):
@@ -87,6 +88,12 @@ class Runs:
     @property
     def measured(self) -> dict[Place, Record]:
         return {Place.of(run): run for run in of_kind(self.records, "run")}
+
+    @property
+    def plain(self) -> dict[tuple[str, int], list[int]]:
+        """The tokens of plain decoding, by task and prompt."""
+        answers = ((place, run) for place, run in self.measured.items() if place.mode == PLAIN and "tokens" in run)
+        return {(place.task, place.prompt): run["tokens"] for place, run in answers}
 
     def refuse_other_prompts(self, tasks: Mapping[str, Sequence[str]]) -> None:
         for run in of_kind(self.records, "run"):

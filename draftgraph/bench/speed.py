@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +19,8 @@ from draftgraph.bench import peers
 from draftgraph.bench.answers import refuse_past_window
 from draftgraph.bench.draft import name_of
 from draftgraph.bench.inflation import inflate as inflated
-from draftgraph.bench.runs import Place, Record, Runs, all_places, digest, of_kind
+from draftgraph.bench.rescoring import can_rescore
+from draftgraph.bench.runs import PLAIN, Place, Record, Runs, all_places, digest, of_kind
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import MODES, mode_named
@@ -27,6 +28,7 @@ from draftgraph.config import GraphConfig
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
 from draftgraph.hardware import device_name
+from draftgraph.models.cache import notice
 from draftgraph.models.progress import progress_bar
 from draftgraph.models.student import is_plain
 from draftgraph.pair import Pair
@@ -101,10 +103,13 @@ def bench_run(
             counts = {task: len(prompts) for task, prompts in tasks.items()}
             asked = {"prompts": counts, "repeats": repeats, "transformers": transformers, "seconds": seconds}
             now = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "engine_seconds": watch.engines_took}
-            runs.append("session", now | asked | {"planned": len(places)})
+            rescores = can_rescore(pair.target)
+            runs.append("session", now | asked | {"planned": len(places), "rescores": rescores})
             measure_all(watch, runs, tasks, places, label, deadline)
             if transformers:
                 measure_peers(watch, runs, tasks, label, deadline)
+            if rescores:
+                rescore_all(watch, runs, tasks, places, deadline)
             report = SpeedReport.of(runs.records)
         if report.modes:
             report.save(folder)
@@ -119,8 +124,7 @@ def measure_all(
     label: str | None,
     deadline: Deadline,
 ) -> None:
-    measured = runs.measured
-    plain = {(place.task, place.prompt): run["tokens"] for place, run in measured.items() if "tokens" in run}
+    measured, plain = runs.measured, runs.plain
     missing = [place for place in places if place not in measured]
     prompts = [prompt for prompts in tasks.values() for prompt in prompts]
     longest = max(prompts, key=lambda prompt: len(encode(watch.pair.tokenizer, prompt)))  # nothing outgrows its cache
@@ -132,11 +136,13 @@ def measure_all(
         for done, place in enumerate(missing):
             if deadline.is_near:
                 return
-            prompt = tasks[place.task][place.prompt]
+            prompt, number = tasks[place.task][place.prompt], (place.task, place.prompt)
             with deadline.watch():
-                run = watch.run(place.mode, prompt, plain.get((place.task, place.prompt)))
-            if "tokens" in run:
-                plain[place.task, place.prompt] = run["tokens"]
+                run = watch.run(place.mode, prompt, plain.get(number))
+            if place.mode == PLAIN:
+                plain.setdefault(number, run["tokens"])
+            if place.repeat:  # the first answer is the one to compare, and to score again
+                del run["tokens"]
             labelled = {"inflated": label} if label else {}
             runs.append("run", place._asdict() | labelled | {"prompt_digest": digest(prompt)} | run)
             report((done + 1) / len(missing))
@@ -147,16 +153,35 @@ def measure_peers(
 ) -> None:
     """The first prompt of every task, once."""
     known = {(peer["task"], peer["method"]) for peer in of_kind(runs.records, "peer")}
-    plain = {place.task: run["tokens"] for place, run in runs.measured.items() if "tokens" in run and not place.prompt}
+    plain = runs.plain
     missing = [(task, method) for task in tasks for method in peers.methods(watch.pair) if (task, method) not in known]
     with progress_bar("transformers' own generate") as report:
         for done, (task, method) in enumerate(missing):
             if deadline.is_near:
                 return
             with deadline.watch():
-                figures = peers.timed(watch.pair, method, tasks[task][0], watch.arguments, plain.get(task))
+                figures = peers.timed(watch.pair, method, tasks[task][0], watch.arguments, plain.get((task, 0)))
             labelled = {"inflated": label} if label else {}
             runs.append("peer", {"task": task, "method": method} | labelled | figures)
+            report((done + 1) / len(missing))
+
+
+def rescore_all(
+    watch: Stopwatch, runs: Runs, tasks: Mapping[str, Sequence[str]], places: Sequence[Place], deadline: Deadline
+) -> None:
+    """The first answer of every mode to every prompt, with the same weights in float32."""
+    measured, known = runs.measured, {Place.of(record) for record in of_kind(runs.records, "rescored")}
+    missing = [place for place in places if "tokens" in measured.get(place, ()) and place not in known]
+    with progress_bar(f"{len(missing)} answers in float32") as report:
+        for done, place in enumerate(missing):
+            if deadline.is_near:
+                return
+            try:
+                with deadline.watch():
+                    gaps = watch.rescore(tasks[place.task][place.prompt], measured[place]["tokens"])
+            except torch.OutOfMemoryError:
+                return notice("no memory left to score answers in float32: the same command, called again, has more")
+            runs.append("rescored", place._asdict() | {"gaps": asdict(gaps)})
             report((done + 1) / len(missing))
 
 

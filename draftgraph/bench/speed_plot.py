@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from draftgraph.bench.plot import COLOURS, need_matplotlib
-from draftgraph.bench.speed_report import PLAIN, Figures, ModeFigures, SpeedReport
+from draftgraph.bench.runs import PLAIN
+from draftgraph.bench.speed_report import Figures, ModeFigures, SpeedReport
 from draftgraph.bench.speed_tables import tasks_of, title_of
 from draftgraph.errors import UsageError
 from draftgraph.stats import SOURCES

@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from draftgraph.bench.gaps import Rescored
 from draftgraph.bench.intervals import Speed, geometric_mean
-from draftgraph.bench.runs import Record, of_kind
+from draftgraph.bench.runs import PLAIN, Place, Record, of_kind
 from draftgraph.models.cache import replacing
 from draftgraph.stats import SOURCES
 
-PLAIN = "off"
 ALL = "all"
 
 
@@ -71,6 +71,7 @@ class ModeFigures:
     ties: int  # others that part where two tokens were as good as tied
     warm_up_seconds: float | None
     extra_bytes: int | None  # beside the weights, at most; None: not on a GPU
+    rescored: Rescored | None  # in float32, where the target is in half precision
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class SpeedReport:
     planned: int
     modes: list[ModeFigures]
     peers: list[PeerFigures]
+    unscored: int  # answers in half precision that wait to be scored in float32
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> SpeedReport:
@@ -104,7 +106,8 @@ class SpeedReport:
         names = [mode for mode in configuration["modes"] if any(run["mode"] == mode for run in runs)]
         modes = [mode_figures(mode, [run for run in runs if run["mode"] == mode], plain, records) for mode in names]
         peers = [peer_figures(peer, plain) for peer in of_kind(records, "peer")]
-        return cls(configuration, len(runs), sessions[-1]["planned"] if sessions else len(runs), modes, peers)
+        planned = sessions[-1]["planned"] if sessions else len(runs)
+        return cls(configuration, len(runs), planned, modes, peers, answers_to_rescore(records))
 
     @property
     def label(self) -> str | None:
@@ -132,6 +135,16 @@ class SpeedReport:
 
 
 Prompt = tuple[str, int]  # of a task, by number
+
+
+def answers_to_rescore(records: Sequence[Record]) -> int:
+    """Of the prompts of the last call, if it is one that scores answers in float32."""
+    sessions = of_kind(records, "session")
+    if not sessions or not sessions[-1].get("rescores"):
+        return 0
+    asked = sessions[-1]["prompts"]
+    answers = [run for run in of_kind(records, "run") if "tokens" in run and run["prompt"] < asked.get(run["task"], 0)]
+    return len({Place.of(run) for run in answers} - {Place.of(done) for done in of_kind(records, "rescored")})
 
 
 def times_of(runs: Sequence[Record], mode: str, figure: str = "ms_per_token") -> dict[Prompt, float]:
@@ -164,6 +177,7 @@ def mode_figures(
         sum(run["tie"] for run in runs),
         max((record["seconds"] for record in warm_ups), default=None),  # later starts find prices on disk
         max(held, default=None),
+        Rescored.of(mode, of_kind(records, "rescored"), PLAIN),
     )
 
 

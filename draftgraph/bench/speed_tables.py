@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from draftgraph.bench.gaps import MOST
 from draftgraph.bench.intervals import Speed
 from draftgraph.bench.report import LOOPS, Table
 from draftgraph.bench.speed_report import ALL, Figures, ModeFigures, Sources, SpeedReport
@@ -20,12 +21,20 @@ TIES = (
     "Ties: answers that part from plain decoding's where both tokens are within two rounding steps of the target's "
     "best score."
 )
+FLOAT32 = (
+    "Scored again in float32: first answers with the same weights, unrounded. Not the best: tokens that another one "
+    f"beats there; gap: by how much. Share and largest gap must be within {MOST} times off's; by chance or tie: they "
+    "are not, but equally good texts differ as much, or the gap is at most two rounding steps."
+)
+VERDICTS = {(None, None): "", (True, True): "yes", (False, True): "by chance or tie", (False, False): "NO"}
 
 
 def tables(report: SpeedReport) -> Iterator[Table]:
     yield speed_table(report)
     yield times_table(report)
     yield sources_table(report)
+    if any(mode.rescored for mode in report.modes):
+        yield rescored_table(report)
     yield costs_table(report)
     if report.peers:
         yield peers_table(report)
@@ -52,8 +61,9 @@ def settings_of(report: SpeedReport) -> str:
 
 def explanation_of(report: SpeedReport) -> str:
     looping = any(mode.sources.answers > mode.sources_without_loops.answers for mode in report.modes)
-    said = [EXPLANATION, *([TIES] if any(mode.ties for mode in report.modes) else []), *([LOOPS] if looping else [])]
-    return " ".join(said)
+    said = [EXPLANATION, *([TIES] if any(mode.ties for mode in report.modes) else [])]
+    said += [FLOAT32] if any(mode.rescored for mode in report.modes) else []
+    return " ".join([*said, *([LOOPS] if looping else [])])
 
 
 def speed_table(report: SpeedReport) -> Table:
@@ -88,6 +98,18 @@ def sources_table(report: SpeedReport) -> Table:
             if (steady := mode.sources_without_loops).answers < mode.sources.answers:
                 lines.append([mode.mode, f"{steady.answers} that do not loop", *shares_of(steady)])
     return Table("Accepted tokens by source", header, lines)
+
+
+def rescored_table(report: SpeedReport) -> Table:
+    header = ["mode", "answers", "tokens", "not the best", "largest gap", "mean gap", f"within {MOST} times off"]
+    lines = []
+    for mode in report.modes:
+        if (found := mode.rescored) is not None:
+            gaps = [f"{found.not_best:.2%}", f"{found.largest_gap:.3f}", f"{found.mean_gap:.5f}"]
+            lines.append(
+                [mode.mode, str(found.answers), str(found.tokens), *gaps, VERDICTS[found.within, found.as_good]]
+            )
+    return Table("Scored again in float32", header, lines)
 
 
 def costs_table(report: SpeedReport) -> Table:

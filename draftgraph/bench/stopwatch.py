@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from draftgraph.bench.answers import loops
-from draftgraph.bench.runs import Record, digest
+from draftgraph.bench.gaps import Gaps
+from draftgraph.bench.rescoring import rescored
+from draftgraph.bench.runs import PLAIN, Record, digest
 from draftgraph.bench.sameness import difference
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Stopwatch:
         return {"mode": mode, "prices": decoding.prices, "seconds": seconds} | self._memory()
 
     def run(self, mode: str, prompt: str, plain: Sequence[int] | None) -> Record:
-        """The figures of an answer, compared with the tokens of plain decoding where they are known."""
+        """An answer and its figures, compared with the tokens of plain decoding where they are known."""
         self._begin()
         start = time.perf_counter()
         decoding = self._start(mode, prompt)
@@ -84,8 +86,12 @@ class Stopwatch:
             "loops": loops(tokens),
             "tokens_digest": digest(tokens),
             **memory,
-            **({"tokens": tokens} if plain is None else {}),
+            "tokens": tokens,
         }
+
+    def rescore(self, prompt: str, tokens: Sequence[int]) -> Gaps:
+        """Of an answer that was given before."""
+        return rescored(self._start(PLAIN, prompt), tokens)
 
     def _start(self, mode: str, prompt: str) -> Decoding:
         return self.pair.start(prompt, config=self.modes[mode], **self.arguments)

@@ -97,6 +97,8 @@ def run(
     if measured.measured < measured.planned:
         kept = f"{measured.measured} of {measured.planned} measurements are in {Path(out) / FILE}"
         complain(f"{kept}: the same command goes on")
+    elif measured.unscored:
+        complain(f"{measured.unscored} answers are not scored in float32 yet: the same command goes on")
     show(measured, settings)
 
 

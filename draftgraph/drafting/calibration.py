@@ -22,14 +22,21 @@ class Calibration:
 
     def __init__(self) -> None:
         self._tables: dict[Source, Table] = {}
+        self._news: list[tuple[Source, Floats, Bools]] = []
 
     def corrected(self, source: Source, estimates: Floats) -> Floats:
         """Chances of acceptance, of any shape."""
         return self._tables[source].follow(estimates) if source in self._tables else estimates
 
     def observe(self, source: Source, estimates: Floats, accepted: Bools) -> None:
-        """What became of proposed tokens; estimates as they were before correction."""
-        self._tables.setdefault(source, Table()).observe(estimates, accepted)
+        """What became of proposed tokens; estimates as they were before correction. Counts from `learn` on."""
+        self._news.append((source, estimates, accepted))
+
+    def learn(self) -> None:
+        """Takes in what was observed: to be called when there is time."""
+        for source, estimates, accepted in self._news:
+            self._tables.setdefault(source, Table()).observe(estimates, accepted)
+        self._news.clear()
 
 
 class Table:

@@ -63,6 +63,7 @@ class Program:
 
     def __init__(self, draft: DeviceDraft, levels: int, sampled: bool) -> None:
         self.draft, self.sampled, self.device = draft, sampled, draft.engine.device
+        self._most = levels
         self.growth = Growth.of(levels, draft.width, draft.k, self.device)
         self.steps = steps_on(self.device)
         self.noise = SamplingData(self.device)
@@ -78,8 +79,8 @@ class Program:
         self.wait()
         width = next(width for width in NEW_TOKENS if len(unread) <= width)
         text, read = self._readings.get(width) or self._reading(width)
-        while len(self._levels) < levels - 1:
-            self._levels.append(self._level(len(self._levels)))
+        if not self._levels:  # all at once: an answer that needs more than the last should not stand still for it
+            self._levels = [self._level(level) for level in range(self._most - 1)]
         tell(text, unread, len(self.draft.engine.text), self.draft.engine.capacity)
         if noise is not None:
             self.noise.tell(Sampling(noise.noise.stream_key(noise.stream), Warping(noise.temperature)))

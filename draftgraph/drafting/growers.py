@@ -67,7 +67,10 @@ class Grower(Protocol):
         """The target accepted this path of the tree (the root left out); the text has not grown yet."""
 
     def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
-        """The target chose these tokens at these tree nodes."""
+        """The target chose these tokens at these tree nodes: to be learnt from, when there is time."""
+
+    def learn(self) -> None:
+        """There is time: the target is at work."""
 
 
 class LevelGrower:
@@ -107,6 +110,9 @@ class LevelGrower:
     def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
         self.pool.settle(self.graph, tree, visited, chosen)
 
+    def learn(self) -> None:
+        self.limits.calibration.learn()
+
 
 class SheetGrower:
     """The draft grows its levels on the device; while it does, the memories are asked, and then all is pooled."""
@@ -142,6 +148,9 @@ class SheetGrower:
 
     def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
         self.sheet.settle(visited, chosen)
+
+    def learn(self) -> None:
+        self.limits.calibration.learn()
 
 
 def grower_for(sources: Sources, limits: Limits) -> Grower:

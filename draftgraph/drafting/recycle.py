@@ -35,36 +35,43 @@ class RankingMemory:
         self.rows = rows
         self._tokens = np.zeros((rows, 0), dtype=np.int64)
         self._logits = np.zeros((rows, 0))
-        self._next = 0
-        self._row_of: dict[Context, int] = {}
-        self._contexts: list[list[Context]] = [[] for _ in range(rows)]  # that lead to a row
-        self.best: list[list[tuple[int, float]]] = [[] for _ in range(rows)]  # tokens and their shares, without noise
+        self._shares = np.zeros((rows, 0))  # of the probability of what is kept
+        self._noted = 0  # rankings, ever; the last of them lie in the rows, each where its number says
+        self._number_of: dict[Context, int] = {}
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return sum(map(self._is_kept, self._number_of.values()))
+
+    def _is_kept(self, number: int) -> bool:
+        return number >= self._noted - self.rows
 
     def keep(self, contexts: list[Context], ranking: Ranking) -> None:
         """Notes rankings behind contexts, a later one over an earlier one."""
         if not self._tokens.shape[1]:
-            kept = ranking.tokens.shape[1]
-            self._tokens, self._logits = np.zeros((self.rows, kept), dtype=np.int64), np.zeros((self.rows, kept))
-        logits = ranking.usable
-        best = shares_of(ranking.tokens, logits)
-        for place, context in enumerate(contexts):
-            row, self._next = self._next, (self._next + 1) % self.rows
-            for outdated in self._contexts[row]:
-                if self._row_of.get(outdated) == row:
-                    del self._row_of[outdated]
-            self._contexts[row] = [context[-length:] for length in CONTEXTS if length <= len(context)]
-            self._row_of.update(dict.fromkeys(self._contexts[row], row))
-            self._tokens[row], self._logits[row], self.best[row] = ranking.tokens[place], logits[place], best[place]
+            shape = (self.rows, ranking.tokens.shape[1])
+            self._tokens, self._logits, self._shares = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(shape)
+        first, self._noted = self._noted, self._noted + len(contexts)
+        rows, logits = np.arange(first, self._noted) % self.rows, ranking.usable
+        self._tokens[rows], self._logits[rows], self._shares[rows] = ranking.tokens, logits, shares_of(logits)
+        for number, context in enumerate(contexts, start=first):
+            for length in CONTEXTS:
+                self._number_of[context[-length:]] = number
+        if len(self._number_of) > 2 * len(CONTEXTS) * self.rows:
+            self._number_of = {context: one for context, one in self._number_of.items() if self._is_kept(one)}
 
     def find(self, context: Context) -> tuple[int, int] | None:
         """The row of the longest known suffix of a context, and its length."""
         for length in CONTEXTS:
-            if length <= len(context) and (row := self._row_of.get(context[-length:])) is not None:
-                return row, length
+            if length <= len(context):
+                number = self._number_of.get(context[-length:])
+                if number is not None and self._is_kept(number):
+                    return number % self.rows, length
         return None
+
+    def best(self, row: int, most: int) -> list[tuple[int, float]]:
+        """The best tokens of a row and their shares, without noise."""
+        tokens, shares = self._tokens[row, :most].tolist(), self._shares[row, :most].tolist()
+        return [pair for pair in zip(tokens, shares, strict=True) if pair[1] > 0]
 
     def ranking(self, rows: list[int]) -> Ranking:
         return Ranking(self._tokens[rows], self._logits[rows])
@@ -114,7 +121,7 @@ class RecycleProposer:
 
     def _remembered(self, row: int, length: int) -> list[tuple[int, float]]:
         trust = TRUST[length]
-        return [(token, trust * share) for token, share in self.memory.best[row][: self.k]]
+        return [(token, trust * share) for token, share in self.memory.best(row, self.k)]
 
     def ranked(self, matches: list[tuple[int, int]], depths: Ints) -> tuple[Ints, Floats]:
         """The best of what was found in the memory, at nodes of these depths. # [nodes, k]"""
@@ -145,10 +152,8 @@ class RecycleProposer:
         return self._contexts[node]
 
 
-def shares_of(tokens: Ints, logits: Floats) -> list[list[tuple[int, float]]]:
-    """The best of each ranking, with what they have of its probability."""
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+def shares_of(logits: Floats) -> Floats:
+    """What each token of a ranking has of the probability of all that it names."""
+    shares: Floats = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
-    kept = slice(None, ALTERNATIVES)
-    rows = zip(tokens[:, kept].tolist(), shares[:, kept].tolist(), strict=True)
-    return [[pair for pair in zip(*row, strict=True) if pair[1] > 0] for row in rows]
+    return shares

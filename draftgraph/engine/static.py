@@ -32,6 +32,7 @@ from draftgraph.ranking import KEPT, Ranking, packed
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of a pass; between them, nodes that nobody looks at fill it up
 MOVES = 16  # accepted nodes that a pass can put in their places
+SHORT = 512  # tokens of text that are read in recorded passes: of more, a pass is arithmetic, not launches
 SMALLEST_CAPACITY = 1024  # slots; doubled when a text outgrows them, which costs new captures
 
 
@@ -147,8 +148,11 @@ class StaticEngine:
         chunk = chunk or PREFILL_CHUNK
         for start in range(0, len(tokens), chunk):
             piece = tokens[start : start + chunk]
-            self._read(piece)
-            self.text.extend(piece)
+            if len(piece) <= SHORT:
+                self._read_recorded(piece)
+            else:
+                self._read(piece)
+                self.text.extend(piece)
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
         """Logits [nodes, vocabulary], to be used before the next pass of as many nodes."""
@@ -256,6 +260,14 @@ class StaticEngine:
         positions = torch.arange(start, end, device=self.device)
         self.slots.slots, self.slots.length, self.slots.shown = positions, start, end
         self._model_pass(torch.tensor([tokens], device=self.device), positions[None], self.slots, logits_to_keep=1)
+
+    def _read_recorded(self, tokens: list[int]) -> None:
+        """The same with the passes for nodes, which spare the host most of its work."""
+        for start in range(0, len(tokens), self.widest):
+            piece = tokens[start : start + self.widest]
+            count = len(piece)
+            self.forward(np.array(piece), np.arange(count), np.tri(count, dtype=bool))
+            self.commit(list(range(count)), piece)
 
     def _captured(self, width: int, words: int) -> Pass:
         data = PassData(width, words, self.device)

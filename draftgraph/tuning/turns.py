@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftgraph.bench.intervals import Speed, geometric_mean
-from draftgraph.bench.runs import Place, Record
-from draftgraph.bench.speed_report import PLAIN, mode_figures, times_of
+from draftgraph.bench.runs import PLAIN, Place, Record
+from draftgraph.bench.speed_report import mode_figures, times_of
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.config import GraphConfig
 from draftgraph.pair import Pair
@@ -84,6 +84,6 @@ class Turns:
         for number, prompt in enumerate(self.tasks[task]):
             for mode in (PLAIN, *modes):
                 run = self._watch.run(mode, prompt, self._plain.get(prompt))
-                if "tokens" in run:
-                    self._plain[prompt] = run["tokens"]
+                if mode == PLAIN:
+                    self._plain.setdefault(prompt, run["tokens"])
                 yield Place(task, number, mode, repeat)._asdict() | {name: run[name] for name in KEPT}
