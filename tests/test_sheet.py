@@ -32,9 +32,8 @@ def begin(sheet: Sheet, text: list[int], max_depth: int = 8, ends: frozenset[int
 
 
 def add(sheet: Sheet, drafted: DraftedNodes) -> None:
-    expansions = list(zip(drafted.nodes, drafted.tokens.tolist(), strict=False))
-    sheet.follow([expansions[:1], expansions[1:]], drafted.tokens.shape[1])
-    sheet.add(drafted)
+    for row, node in enumerate(drafted.nodes):
+        sheet.add(DraftedNodes(drafted.tokens[row : row + 1], drafted.probs[row : row + 1], [node]))
 
 
 def grown(levels: int, width: int, k: int, seed: int = 0, tokens: int = 1000) -> DraftedNodes:

@@ -92,14 +92,14 @@ class Program:
         for part in self._running:
             part.wait()
 
-    def arriving(self) -> Iterator[list[tuple[int, list[int]]]]:
-        """The nodes that each level expanded, first the root (-1), and their children: as soon as they are here."""
-        k, width, first = self.growth.k, self.growth.width, 0
+    def arriving(self) -> Iterator[DraftedNodes]:
+        """The nodes that each level expanded, first the root, and their children: as soon as they are here."""
+        first = 0
         for part in self._running:
             part.wait()
-            rows = self._report[first : first + width if first else 1].numpy().astype(np.int64).tolist()
-            first += len(rows)
-            yield [(row[2 * k], row[:k]) for row in rows]
+            last = first + self.growth.width if first else 1
+            yield DraftedNodes.of(self._report[first:last].numpy())
+            first = last
 
     def drafted(self) -> DraftedNodes:
         """All of it. Waits for the device."""
@@ -232,7 +232,7 @@ class DeviceDraft:
             tokens[known], probs[known] = drafted.tokens[here], drafted.probs[here]
         return np.where(probs > 0, tokens, NO_TOKEN), probs
 
-    def arriving(self) -> Iterator[list[tuple[int, list[int]]]]:
+    def arriving(self) -> Iterator[DraftedNodes]:
         """What was begun, level by level: see `Program.arriving`."""
         return iter(()) if self._started is None else self._started.arriving()
 

@@ -138,8 +138,8 @@ class SheetGrower:
     def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
         spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
         floor = cost.floor()
-        self.sheet.follow(self.draft.arriving(), self.draft.k)
-        self.sheet.add(self.draft.drafted())
+        for level in self.draft.arriving():
+            self.sheet.add(level)
         tree = self.sheet.tree(floor)
         return tree.first(nodes_worth_checking(tree, cost, spent))
 

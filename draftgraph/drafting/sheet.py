@@ -8,7 +8,6 @@ draft is at work, rows are made of what the memories alone say.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -26,7 +25,21 @@ MEMORY_ROWS = 16  # made while the draft is at work
 ROWS = 128  # to begin with
 LEAST = 0.02  # a node that is less likely is no row of a memory
 
-Opinions = tuple[list[int], list[float]]  # tokens and chances, each in its place
+
+class Opinions:
+    """What is said at every row: tokens and their chances, each in its column."""
+
+    def __init__(self, columns: int) -> None:
+        self.tokens = np.full((ROWS, columns), NO_TOKEN)
+        self.chances = np.zeros((ROWS, columns))
+
+    def reserve(self, rows: int) -> None:
+        if rows > len(self.tokens):
+            self.tokens, self.chances = (np.concatenate([part, part]) for part in (self.tokens, self.chances))
+
+    def side_by_side(self, rows: int) -> tuple[Ints, Floats]:
+        """[columns, rows]"""
+        return np.ascontiguousarray(self.tokens[:rows].T), np.ascontiguousarray(self.chances[:rows].T)
 
 
 class Sheet:
@@ -41,9 +54,8 @@ class Sheet:
         counts = (config.k, CHOICES, CHOICES)
         ends = np.cumsum(counts)
         self.columns = {source: slice(end - count, end) for source, end, count in zip(ORDER, ends, counts, strict=True)}
-        self._remembered = np.zeros((ROWS, 2 * CHOICES), dtype=np.int64)  # what the memories say at every row
-        self._heard = np.zeros((ROWS, 2 * CHOICES))
         self._names = [source for source, count in zip(ORDER, counts, strict=True) for _ in range(count)]
+        self._drafts, self._memories = Opinions(config.k), Opinions(2 * CHOICES)
 
     def begin(self, text: list[int], max_depth: int, ends: frozenset[int]) -> None:
         """The root's row, and those that the memories lead to. Both have begun this step."""
@@ -52,43 +64,47 @@ class Sheet:
         self._rows: dict[tuple[int, int], int] = {}  # parent's row, token -> row
         self._matches = [self.copied.root]
         self._contexts: list[Context] = [tuple(text[-max(CONTEXTS) :])]
-        self._memories: list[Opinions] = []
-        self._ask([0])
-        self._drafts: tuple[list[int], Ints, Floats] | None = None  # rows, tokens, chances
+        self._asked = 0  # rows, of the memories
+        self._ask()
+        self._row_of: list[int | None] = []  # by expansion of the draft
+        self._proposed: list[int] = []  # tokens, by node of the draft
+        self.drafted: set[int] = set()  # rows
         heap: list[tuple[float, int, int]] = []  # -chance, parent's row, token
         self._push_likely(heap, 0, 1.0)
         while heap and len(self.parents) <= MEMORY_ROWS:
             negative, parent, token = heapq.heappop(heap)
             row = self._row(parent, token)
-            self._ask([row])
+            self._ask()
             self._push_likely(heap, row, -negative)
 
     def _push_likely(self, heap: list[tuple[float, int, int]], row: int, chance: float) -> None:
         if self.depths[row] >= self.max_depth:
             return
-        tokens, chances = self._memories[row]
+        tokens, chances = self._memories.tokens[row].tolist(), self._memories.chances[row].tolist()
         total = max(sum(chances), 1.0)
         for token, said in zip(tokens, chances, strict=True):
             if chance * said > LEAST * total and token not in self.ends:
                 heapq.heappush(heap, (-chance * said / total, row, token))
 
-    def follow(self, levels: Iterable[list[tuple[int, list[int]]]], k: int) -> None:
-        """Rows for the nodes that a draft expands, level by level, while it does: each with its children's tokens. A
-        node is known by where it was proposed: its number is k times the expansion, plus its rank there."""
-        tokens: list[list[int]] = []
-        self._row_of: dict[int, int] = {0: 0}  # expansion -> row
-        for level in levels:
-            for node, children in level:
-                if node >= 0 and (above := self._row_of.get(node // k)) is not None:
-                    self._row_of[len(tokens)] = self._row(above, tokens[node // k][node % k])
-                tokens.append(children)
-            self._ask(range(len(self._memories), len(self.parents)))
-
-    def add(self, drafted: DraftedNodes | None) -> None:
-        """What the draft said at the nodes that were followed."""
-        if drafted is not None:
-            expansions = list(self._row_of)
-            self._drafts = list(self._row_of.values()), drafted.tokens[expansions], drafted.probs[expansions]
+    def add(self, level: DraftedNodes) -> None:
+        """Rows for the nodes that a draft has expanded, the root first, and what it says there. A node is known by
+        where it was proposed: its number is k times the expansion, plus its rank there."""
+        k, rows, expansions = level.tokens.shape[1], [], []
+        for expansion, node in enumerate(level.nodes):
+            row: int | None = None if self._proposed else 0
+            if node >= 0 and (above := self._row_of[node // k]) is not None:
+                row = self._row(above, self._proposed[node])
+            self._row_of.append(row)
+            if row is not None:
+                rows.append(row)
+                expansions.append(expansion)
+        self._proposed += level.tokens.ravel().tolist()
+        self._ask()
+        self._drafts.tokens[rows, :k], self._drafts.chances[rows, :k] = (
+            level.tokens[expansions],
+            level.probs[expansions],
+        )
+        self.drafted.update(rows)
 
     def _row(self, parent: int, token: int) -> int:
         row = self._rows.get((parent, token))
@@ -101,10 +117,13 @@ class Sheet:
             self._contexts.append((*self._contexts[parent], token)[-max(CONTEXTS) :])
         return row
 
-    def _ask(self, rows: Sequence[int]) -> None:
+    def _ask(self) -> None:
         """What the memories say at new rows, each in its places, and every token once: the louder of both counts."""
-        while len(self.parents) > len(self._remembered):
-            self._remembered, self._heard = np.tile(self._remembered, (2, 1)), np.tile(self._heard, (2, 1))
+        rows = range(self._asked, len(self.parents))
+        self._asked = len(self.parents)
+        for opinions in (self._drafts, self._memories):
+            opinions.reserve(self._asked)
+        self._drafts.tokens[rows.start : rows.stop], self._drafts.chances[rows.start : rows.stop] = NO_TOKEN, 0.0
         found = self.recycled.likeliest([self._contexts[row] for row in rows], [self.depths[row] for row in rows])
         for row, recycled in zip(rows, found, strict=True):
             tokens, chances = [NO_TOKEN] * (2 * CHOICES), [0.0] * (2 * CHOICES)
@@ -113,8 +132,7 @@ class Sheet:
             for place, (token, chance) in enumerate(recycled, start=CHOICES):
                 here = tokens.index(token) if token in tokens else place
                 tokens[here], chances[here] = token, max(chance, chances[here])
-            self._memories.append((tokens, chances))
-            self._remembered[row], self._heard[row] = tokens, chances
+            self._memories.tokens[row], self._memories.chances[row] = tokens, chances
 
     def tree(self, floor: float) -> TokenTree:
         """The likeliest nodes, best first, each with the product of the chances on its path."""
@@ -145,15 +163,9 @@ class Sheet:
     def _pool(self) -> None:
         """One chance for every token that anybody names. # [columns, rows]"""
         k, count = self.config.k, len(self.parents)
-        names, said = np.ascontiguousarray(self._remembered[:count].T), np.ascontiguousarray(self._heard[:count].T)
-        drafted, probs = np.full((k, count), NO_TOKEN), np.zeros((k, count))
-        self.drafted: set[int] = set()
-        if self._drafts is not None:
-            rows, tokens, sure = self._drafts
-            drafted[: tokens.shape[1], rows] = np.where(sure > 0, tokens, NO_TOKEN).T
-            probs[: tokens.shape[1], rows] = sure.T
-            self.drafted = set(rows)
-        self.estimates = np.concatenate(weighed(drafted, probs, names, said))
+        drafted, sure = self._drafts.side_by_side(count)
+        names, said = self._memories.side_by_side(count)
+        self.estimates = np.concatenate(weighed(drafted, sure, names, said))
         self.named = np.where(self.estimates > 0, np.concatenate([drafted, names]), NO_TOKEN)
         self.chances = np.empty(self.estimates.shape)
         for source, here in self.columns.items():
