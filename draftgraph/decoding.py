@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Scored, Walk, walk
 from draftgraph.config import GraphConfig
-from draftgraph.drafting.growers import Limits, Sources, grower_for
+from draftgraph.drafting.growers import Grown, Limits, Sources, grower_for
 from draftgraph.drafting.model import ModelProposer
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
@@ -24,6 +24,15 @@ from draftgraph.tuning import pricing_of
 
 if TYPE_CHECKING:
     from draftgraph.decoder import GraphDecoder
+
+
+@dataclass(frozen=True)
+class News:
+    """A step that nothing has been learnt from yet."""
+
+    step: Step
+    grown: Grown
+    visited: list[int]
 
 
 class Decoding:
@@ -42,18 +51,19 @@ class Decoding:
         self.decoder = decoder
         self.loan = Loan(*decoder.models)
         self.request = request
-        self.stats = Stats()
+        self._stats = Stats()
+        self._news: News | None = None
         self.outputs = outputs
         self.target = decoder.target_engine
         padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
         ids = request.input_ids[row : row + 1]
         self.prefix = Prefix.of(ids, request.max_length, padding)
         self.text: list[int] = ids[0, padding:].tolist()
-        self.prompt_length = self.stats.prompt_tokens = len(self.text)
+        self.prompt_length = self._stats.prompt_tokens = len(self.text)
         self.finish_reason: FinishReason | None = None
         self.config = config if decoder.can_branch else replace(config, k=1)
         self.pricing = pricing_of(decoder, self.config)
-        self.cost = self.pricing.at(len(self.text), self.stats)
+        self.cost = self.pricing.at(len(self.text), self._stats)
 
         sample = row % (request.config.num_return_sequences or 1)
         self.noise = KeyedNoise(seed, sample) if request.samples else None
@@ -61,8 +71,8 @@ class Decoding:
         self.chooser = self._chooser()
         self.sampling = self.chooser.sampling
         self.sources = self._sources()
-        calibration = decoder.calibrations[request.samples]
-        self.grower = grower_for(self.sources, Limits(self.config, request.eos_ids, decoder.hits, calibration))
+        self.calibration = decoder.calibrations[request.samples]
+        self.grower = grower_for(self.sources, Limits(self.config, request.eos_ids, decoder.hits, self.calibration))
         self._prefill(reuse_cache)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
@@ -90,7 +100,7 @@ class Decoding:
         """Both models read the text but for its last token, which is the first root."""
         chunk = self.request.config.prefill_chunk_size
         engines = [self.target, *([self.draft.engine] if self.draft else [])]
-        with self.loan, self.stats.clock("prefill"):
+        with self.loan, self._stats.clock("prefill"):
             for engine in engines:
                 engine.begin(len(self.text), reuse_cache)
                 engine.reserve(self.request.max_length + self.config.nodes)
@@ -113,23 +123,23 @@ class Decoding:
         """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
         self.decoder.claim(self)
         with self.loan, self.decoder.nothing_half_done():
-            with self.stats.clock("draft"):
-                tree = self.grow()
-            with self.stats.clock("verify"):
-                scored = self.verify(tree)
-            with self.stats.clock("other"):
-                chosen = self.walk(tree, scored)
-                return self.commit(tree, scored, chosen)
+            with self._stats.clock("draft"):
+                grown = self.grow()
+            with self._stats.clock("verify"):
+                scored = self.verify(grown.tree)
+            with self._stats.clock("other"):
+                chosen = self.walk(grown.tree, scored)
+                return self.commit(grown, scored, chosen)
 
-    def grow(self) -> TokenTree:
+    def grow(self) -> Grown:
         """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
-        self.cost = self.pricing.at(len(self.text), self.stats)
+        self.cost = self.pricing.at(len(self.text), self._stats)
         return self.grower.grow(self.text, self._depth_limit(), self.cost)
 
     def verify(self, tree: TokenTree) -> Scored:
         """What the target says at every node, in one pass."""
         logits = self.target.check(tree)
-        self.grower.learn()
+        self.learn()  # from the step before, while the target is at work
         sampled = self.target.sample(logits, self.sampling) if self.sampling else None
         ranked = self.target.ranks or self.sources.recycled is not None
         return Scored(logits, self.target.rank(logits) if ranked else None, sampled)
@@ -141,33 +151,48 @@ class Decoding:
             raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
         return chosen
 
-    def commit(self, tree: TokenTree, scored: Scored, chosen: Walk) -> Step:
+    def commit(self, grown: Grown, scored: Scored, chosen: Walk) -> Step:
         """The accepted path becomes text in both caches; the rest is forgotten."""
-        position, accepted = len(self.text) - 1, [0, *chosen.path]
+        tree, accepted = grown.tree, [0, *chosen.path]
+        step = Step(len(self.text) - 1, grown.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         self.target.commit(accepted, tree.tokens[accepted].tolist())
-        self.grower.commit(tree, chosen.path)
+        self.grower.commit(grown, chosen.path)
         self.text.extend(chosen.tokens)
         self.finish_reason = chosen.finish_reason
+        self._news = News(step, grown, chosen.visited)
         if self.finish_reason is None:
-            self.grower.draft_ahead(self.text, self._depth_limit(), self.cost)
-        step = Step(position, self.grower.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
-        self.learn(step, scored, chosen)
-        self.grower.remember(self.text, self._depth_limit())
+            depth = self._depth_limit()
+            self.grower.draft_ahead(self.text, depth, self.cost)
+            if self.sources.recycled is not None and scored.ranking is not None:
+                self.sources.recycled.learn(self.text[: step.position], tree, chosen.path, scored.ranking)
+            self.grower.remember(self.text, depth)
+        if self.finish_reason is not None or self.decoder.observer is not None or not self.target.works_alone:
+            self.learn()
         return step
 
-    def learn(self, step: Step, scored: Scored, chosen: Walk) -> None:
-        """Keeps what the target said, also at rejected nodes, and how well it had been foretold."""
-        if self.sources.recycled is not None and scored.ranking is not None:
-            self.sources.recycled.learn(step.tree, chosen.path, scored.ranking)
-            self.grower.settle(step.tree, chosen.visited, chosen.tokens)
+    def learn(self) -> None:
+        """What the last step was, and how well it had been foretold: can wait until the target works on the next."""
+        if self._news is None:
+            return
+        news, self._news = self._news, None
+        step = news.step
+        if self.config.mode == "auto":
+            news.grown.settle(news.visited, step.tokens)
+            self.calibration.learn()
         if self.noise is not None:
             self.noise.forget_before(len(self.text))
-        self.stats.count(step)
+        self._stats.count(step)
         if self.draft is not None:
-            self.stats.draft_passes, self.stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
+            self._stats.draft_passes, self._stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
             self.decoder.hits.count(step)
         if self.decoder.observer is not None:
             self.decoder.observer(step)
+
+    @property
+    def stats(self) -> Stats:
+        """The figures of all steps so far."""
+        self.learn()
+        return self._stats
 
     def _depth_limit(self) -> int:
         """No deeper than the text may still grow, nor across a change of the rotary embedding."""

@@ -10,6 +10,7 @@ from torch import Tensor
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64 (Steele, Lea and Flood, 2014)
+WIDE_GOLDEN, WIDE_MIX = np.uint64(GOLDEN), [(np.uint64(shift), np.uint64(factor)) for shift, factor in MIX]
 CHOICE, DRAFT, ACCEPTANCE, RESIDUAL = range(4)  # independent streams
 
 
@@ -56,12 +57,14 @@ class KeyedNoise:
     def gumbel_of(self, positions: NDArray[np.int64], tokens: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
         """The noise of a few tokens [rows, tokens], each row at its own position."""
         keys = np.array([self._row_key(position, stream) for position in positions.tolist()])[:, None]
-        bits = (tokens + 1).view(np.uint64) * np.uint64(GOLDEN) + keys.view(np.uint64)
-        for shift, factor in MIX:
-            bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+        bits = (tokens + 1).view(np.uint64) * WIDE_GOLDEN + keys.view(np.uint64)
+        for shift, factor in WIDE_MIX:
+            bits ^= bits >> shift
+            bits *= factor
         bits ^= bits >> np.uint64(31)
-        uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-        noise: NDArray[np.float64] = -np.log(-np.log(uniform))
+        noise: NDArray[np.float64] = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # uniform, so far
+        for _ in range(2):
+            np.negative(np.log(noise, out=noise), out=noise)
         return noise
 
     def stream_key(self, stream: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from draftgraph.graph import State, TokenGraph, TokenTree
@@ -16,11 +17,15 @@ class Step:
     """One draft-and-verify step."""
 
     position: int  # of the root, in the text
-    graph: TokenGraph
+    grown: TokenGraph | Callable[[], TokenGraph]  # what the tree is an unrolled view of
     tree: TokenTree
     path: list[int]  # accepted tree nodes, the root left out
     tokens: list[int]  # what the target chose: the accepted tokens and one more
     finish_reason: str | None = None  # the text ended inside this step
+
+    @cached_property
+    def graph(self) -> TokenGraph:
+        return self.grown() if callable(self.grown) else self.grown
 
     @property
     def stopped(self) -> bool:

@@ -186,7 +186,7 @@ def test_outcomes_are_known_on_the_walk_alone() -> None:
     tree = graph.unroll()
     first = tree.child(ROOT, 10)
     assert first is not None
-    pool.settle(graph, tree, [ROOT, first], [10, 13])
+    pool.settle(pool.weighed, graph, tree, [ROOT, first], [10, 13])
     ((source, estimates, accepted),) = notes.outcomes
     assert source == "draft"
     assert estimates == pytest.approx([0.5, 0.25, 0.4, 0.3])

@@ -84,7 +84,7 @@ def all_paths(drafted: DraftedNodes) -> dict[tuple[int, ...], float]:
 def test_the_best_paths_of_a_draft_are_chosen(seed: int) -> None:
     sheet, drafted = sheet_for([7, 8, 9], GraphConfig(k=4, max_nodes=32)), grown(5, 4, 4, seed)
     add(sheet, drafted)
-    tree = sheet.tree(0.0)
+    tree = sheet.select(0.0).tree
     possible = all_paths(drafted)
     found = paths_of(tree)
     assert len(tree) == len(found) == 32 and tree.sources[0] == "root" and set(tree.sources[1:]) == {"draft"}
@@ -99,29 +99,29 @@ def test_limits_hold() -> None:
     drafted = grown(6, 4, 4)
     sheet = sheet_for([7, 8, 9], GraphConfig(k=2, max_nodes=64), max_depth=3)
     add(sheet, DraftedNodes(drafted.tokens[:, :2], drafted.probs[:, :2], [-1]))
-    tree = sheet.tree(0.0)
+    tree = sheet.select(0.0).tree
     assert np.bincount(tree.parents[1:]).max() <= 2
     sheet = sheet_for([7, 8, 9], max_depth=3)
     add(sheet, drafted)
-    assert sheet.tree(0.0).depths.max() == 3
+    assert sheet.select(0.0).tree.depths.max() == 3
     floor = 0.05
-    assert sheet.tree(floor).scores.min() > floor and len(sheet.tree(floor)) < len(sheet.tree(0.0))
+    assert sheet.select(floor).tree.scores.min() > floor and len(sheet.select(floor).tree) < len(sheet.select(0.0).tree)
 
 
 def test_a_node_that_became_impossible_lends_its_children_to_no_other() -> None:
     sheet = sheet_for([7, 8, 9])
     tokens, probs = np.array([[4, 5], [20, 21], [30, 31]]), np.array([[0.6, 0.0], [0.5, 0.3], [0.9, 0.1]])
     add(sheet, DraftedNodes(tokens, probs, [-1, 0, 1]))  # the node with token 5 was expanded, and has no chance
-    assert set(paths_of(sheet.tree(0.0))) == {(), (4,), (4, 20), (4, 21)}
+    assert set(paths_of(sheet.select(0.0).tree)) == {(), (4,), (4, 20), (4, 21)}
 
 
 def test_the_text_is_copied_past_what_was_drafted() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     sheet = sheet_for(text)
-    tree = sheet.tree(0.0)
+    tree = sheet.select(0.0).tree
     assert (4, 5, 6, 7, 8, 9) in paths_of(tree) and set(tree.sources[1:]) == {"copied"}
     begin(sheet, text, ends=frozenset({6}))
-    assert (4, 5, 6) in paths_of(sheet.tree(0.0)) and (4, 5, 6, 7) not in paths_of(sheet.tree(0.0))
+    assert (4, 5, 6) in paths_of(sheet.select(0.0).tree) and (4, 5, 6, 7) not in paths_of(sheet.select(0.0).tree)
 
 
 def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:
@@ -130,10 +130,10 @@ def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:
         np.array([3, 50]), np.array([-1, 0]), np.array([0, 1]), np.arange(2), np.ones(2), ["root", "draft"]
     )
     ranking = Ranking(np.array([[50, 51], [60, 61]]), np.array([[3.0, 1.0], [5.0, 0.0]]))
-    sheet.recycled.learn(tree, [], ranking)
+    sheet.recycled.learn([1, 2], tree, [], ranking)
     begin(sheet, [1, 2, 3])
-    add(sheet, DraftedNodes(np.array([[50, 70]]), np.array([[0.6, 0.2]]), [-1]))
-    found = sheet.tree(0.0)
+    add(sheet, DraftedNodes(np.array([[50, 70], [80, 81]]), np.array([[0.6, 0.2], [0.2, 0.1]]), [-1, 0]))
+    found = sheet.select(0.0).tree
     paths = paths_of(found)
     assert (50, 60) in paths and paths[50,] > paths[70,]
     assert found.sources[list(paths).index((50, 60))] == "recycled"
@@ -142,7 +142,7 @@ def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:
 def test_opinions_that_agree_are_one_node_and_likelier() -> None:
     sheet = sheet_for([1, 2, 3, 4, 9, 1, 2, 3], max_depth=2)
     add(sheet, DraftedNodes(np.array([[4, 70]]), np.array([[0.4, 0.4]]), [-1]))
-    tree = sheet.tree(0.0)
+    tree = sheet.select(0.0).tree
     paths = paths_of(tree)
     assert tree.tokens.tolist().count(4) == 1 and paths[4,] > 0.4 > paths[70,]
     assert dict(zip(tree.tokens.tolist(), tree.sources, strict=True)) == {
@@ -156,10 +156,11 @@ def test_opinions_that_agree_are_one_node_and_likelier() -> None:
 def test_outcomes_are_learnt_from() -> None:
     sheet, drafted = sheet_for([7, 8, 9]), grown(3, 4, 4)
     add(sheet, drafted)
-    best = int(sheet.tree(0.0).tokens[1])
+    selection = sheet.select(0.0)
+    best = int(selection.tree.tokens[1])
     before = sheet.calibration.corrected("draft", np.array([0.5]))
     for _ in range(60):
-        sheet.settle([0], [best + 1])  # never what was said
+        selection.settle([0], [best + 1])  # never what was said
     assert sheet.calibration.corrected("draft", np.array([0.5]))[0] == 0.5
     sheet.calibration.learn()
     assert before[0] == 0.5 and sheet.calibration.corrected("draft", np.array([0.5]))[0] < 0.4
@@ -168,8 +169,8 @@ def test_outcomes_are_learnt_from() -> None:
 def test_the_graph_says_what_the_tree_says() -> None:
     sheet, drafted = sheet_for([7, 8, 9]), grown(5, 4, 4)
     add(sheet, drafted)
-    tree = sheet.tree(0.0)
-    graph = sheet.graph()
+    selection = sheet.select(0.0)
+    tree, graph = selection.tree, selection.graph()
     again = graph.unroll(max_nodes=len(tree))
     assert paths_of(again) == pytest.approx(paths_of(tree))
     assert graph.drafted and 0 in graph.drafted

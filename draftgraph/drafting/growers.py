@@ -13,9 +13,9 @@ from draftgraph.drafting import Proposer, grow
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DeviceDraft
 from draftgraph.drafting.model import ModelProposer
-from draftgraph.drafting.pool import Pool
+from draftgraph.drafting.pool import Pool, Weighed
 from draftgraph.drafting.recycle import RecycleProposer
-from draftgraph.drafting.sheet import Sheet
+from draftgraph.drafting.sheet import Selection, Sheet
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.graph import TokenGraph, TokenTree
 
@@ -47,12 +47,21 @@ class Limits:
     calibration: Calibration
 
 
-class Grower(Protocol):
-    """Grows the tree of one step after another."""
+class Grown(Protocol):
+    """The tree of one step, to be settled when there is time."""
 
     @property
+    def tree(self) -> TokenTree: ...
+
     def graph(self) -> TokenGraph:
-        """What the last tree is an unrolled view of."""
+        """What the tree is an unrolled view of."""
+
+    def settle(self, visited: list[int], chosen: list[int]) -> None:
+        """The target chose these tokens at these tree nodes."""
+
+
+class Grower(Protocol):
+    """Grows the tree of one step after another."""
 
     def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
         """The next step starts at the end of this text, and may reach so deep. A draft on a device sets off at once."""
@@ -60,17 +69,25 @@ class Grower(Protocol):
     def remember(self, text: list[int], depth: int) -> None:
         """The memories begin the same step."""
 
-    def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> Grown:
         """Grow, prune, merge and flatten."""
 
-    def commit(self, tree: TokenTree, path: list[int]) -> None:
+    def commit(self, grown: Grown, path: list[int]) -> None:
         """The target accepted this path of the tree (the root left out); the text has not grown yet."""
 
-    def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
-        """The target chose these tokens at these tree nodes: to be learnt from, when there is time."""
 
-    def learn(self) -> None:
-        """There is time: the target is at work."""
+@dataclass(frozen=True)
+class GrownByLevels:
+    tree: TokenTree
+    known: TokenGraph
+    pool: Pool
+    weighed: Weighed
+
+    def graph(self) -> TokenGraph:
+        return self.known
+
+    def settle(self, visited: list[int], chosen: list[int]) -> None:
+        self.pool.settle(self.weighed, self.known, self.tree, visited, chosen)
 
 
 class LevelGrower:
@@ -79,7 +96,6 @@ class LevelGrower:
     def __init__(self, sources: Sources, limits: Limits) -> None:
         self.sources, self.limits = sources, limits
         self.pool = Pool(limits.config.k, limits.calibration)
-        self.graph = TokenGraph(0, limits.config)
 
     def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
         draft = self.sources.draft
@@ -92,26 +108,23 @@ class LevelGrower:
         for memory in self.sources.memories:
             memory.begin(text)
 
-    def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
-        config, sources = self.limits.config, self.sources
-        graph = self.graph = TokenGraph(text[-1], config, depth, self.limits.ends)
-        if config.mode != "auto":
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> GrownByLevels:
+        graph = TokenGraph(text[-1], self.limits.config, depth, self.limits.ends)
+        self.pool.begin()
+        return GrownByLevels(self._tree(graph, cost), graph, self.pool, self.pool.weighed)
+
+    def _tree(self, graph: TokenGraph, cost: CostModel) -> TokenTree:
+        sources = self.sources
+        if self.limits.config.mode != "auto":
             return grow(graph, sources.all)
         rate = self.limits.hits.rate
         budget = DraftBudget(cost, graph.max_depth, rate, graph.max_nodes) if sources.draft else None
-        self.pool.begin()
         tree = grow(graph, sources.all, cost.floor(), budget, self.pool)
         return tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else 0.0))
 
-    def commit(self, tree: TokenTree, path: list[int]) -> None:
+    def commit(self, grown: Grown, path: list[int]) -> None:
         if isinstance(self.sources.draft, ModelProposer):
-            self.sources.draft.commit(tree, path, self.graph)
-
-    def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
-        self.pool.settle(self.graph, tree, visited, chosen)
-
-    def learn(self) -> None:
-        self.limits.calibration.learn()
+            self.sources.draft.commit(grown.tree, path, grown.graph())
 
 
 class SheetGrower:
@@ -119,10 +132,6 @@ class SheetGrower:
 
     def __init__(self, draft: DeviceDraft, sheet: Sheet, limits: Limits) -> None:
         self.draft, self.sheet, self.limits = draft, sheet, limits
-
-    @property
-    def graph(self) -> TokenGraph:
-        return self.sheet.graph()
 
     def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
         config, width = self.limits.config, self.draft.width
@@ -135,22 +144,16 @@ class SheetGrower:
         self.sheet.recycled.begin(text)
         self.sheet.begin(text, depth, self.limits.ends)
 
-    def grow(self, text: list[int], depth: int, cost: CostModel) -> TokenTree:
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> Selection:
         spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
         floor = cost.floor()
         for level in self.draft.arriving():
             self.sheet.add(level)
-        tree = self.sheet.tree(floor)
-        return tree.first(nodes_worth_checking(tree, cost, spent))
+        selection = self.sheet.select(floor)
+        return selection.first(nodes_worth_checking(selection.tree, cost, spent))
 
-    def commit(self, tree: TokenTree, path: list[int]) -> None:
+    def commit(self, grown: Grown, path: list[int]) -> None:
         """Nothing is kept: the next step reads all that was accepted, for the price of a level that it needs anyway."""
-
-    def settle(self, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
-        self.sheet.settle(visited, chosen)
-
-    def learn(self) -> None:
-        self.limits.calibration.learn()
 
 
 def grower_for(sources: Sources, limits: Limits) -> Grower:

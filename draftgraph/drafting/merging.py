@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from draftgraph.graph import ROOT, Source, TokenTree
+from draftgraph.graph import Source, TokenTree
 
 Gram = tuple[int, ...]
 
@@ -22,33 +24,58 @@ class Merged:
 
 def merged(tree: TokenTree, tau: int, max_depth: int, max_nodes: int) -> Merged:
     """Borrowed nodes repeat those of `tree` under another parent, best first among all; nothing closes a cycle."""
-    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    parents, tokens, scores = tree.parents.tolist(), tree.tokens.tolist(), tree.scores.tolist()
     aliases = aliases_in(parents, tokens, tau)
     if not aliases:
         return Merged(tree)
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents[1:], start=1):
-        children[parent].append(node)
-    scores = tree.scores.tolist()
-    nodes: list[int] = []
-    places: list[tuple[int, int, float]] = []  # parent in the new tree, depth, score
-    sources: list[Source] = []
-    heap = [(-1.0, ROOT, -1, 0, False)]  # -score, node, parent in the new tree, depth, whether it is borrowed
-    while heap and len(nodes) < max_nodes:
-        negative, node, parent, depth, borrowed = heapq.heappop(heap)
-        here = len(nodes)
-        nodes.append(node)
-        places.append((parent, depth, -negative))
-        sources.append("merged" if borrowed and tree.sources[node] == "draft" else tree.sources[node])
-        if depth < max_depth:
-            first = aliases.get(node, node)
-            for child in children[first]:
-                score = negative * (scores[child] / scores[first])
-                heapq.heappush(heap, (score, child, here, depth + 1, borrowed or first != node))
-    above, depths, kept = zip(*places, strict=True)
-    whole = np.array(nodes)
-    view = TokenTree(tree.tokens[whole], np.array(above), np.array(depths), whole, np.array(kept), sources)
+    worst = scores[-1] if len(tree) >= max_nodes else 0.0
+    borrowed = list(islice(borrowings(tree, scores, aliases, max_depth, worst), max_nodes))
+    if not borrowed:
+        return Merged(tree)
+    above, nodes, depths, gained = (np.array(column) for column in zip(*borrowed, strict=True))
+    whole = np.concatenate([np.arange(len(tree)), nodes])
+    order = np.argsort(-np.concatenate([tree.scores, gained]), kind="stable")[:max_nodes]
+    place = np.empty(len(whole), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    new_parents = place[np.concatenate([tree.parents, above])[order]]
+    new_parents[0] = -1
+    names: list[Source] = [*tree.sources, *(tree.sources[node] for _, node, _, _ in borrowed)]
+    view = TokenTree(
+        tokens=tree.tokens[whole[order]],
+        parents=new_parents,
+        depths=np.concatenate([tree.depths, depths])[order],
+        nodes=whole[order],
+        scores=np.concatenate([tree.scores, gained])[order],
+        sources=["merged" if node >= len(tree) and names[node] == "draft" else names[node] for node in order.tolist()],
+    )
     return Merged(view, aliases)
+
+
+def borrowings(
+    tree: TokenTree, scores: list[float], aliases: dict[int, int], max_depth: int, worst: float
+) -> Iterator[tuple[int, int, int, float]]:
+    """What aliases borrow, best first, if it is better than the worst: its parent, the node that it repeats, its depth
+    and its score. Borrowed nodes are counted on behind those of the tree."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents[1:].tolist(), start=1):
+        children.setdefault(parent, []).append(node)
+    heap: list[tuple[float, int, int, int]] = []  # -score, node, parent, depth
+
+    def lend(node: int, parent: int, depth: int, score: float) -> None:
+        if depth <= max_depth:
+            for child in children.get(node, ()):
+                gained = score * (scores[child] / scores[node])
+                if gained > worst:
+                    heapq.heappush(heap, (-gained, child, parent, depth))
+
+    for leaf, node in aliases.items():
+        lend(node, leaf, int(tree.depths[leaf]) + 1, scores[leaf])
+    number = len(tree)
+    while heap:
+        negative, node, parent, depth = heapq.heappop(heap)
+        yield parent, node, depth, -negative
+        lend(aliases.get(node, node), number, depth + 1, -negative)
+        number += 1
 
 
 def aliases_in(parents: list[int], tokens: list[int], tau: int) -> dict[int, int]:

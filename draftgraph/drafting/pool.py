@@ -22,6 +22,9 @@ UNNAMED = 0.01  # and a draft
 REST = 0.01  # what at least is left for tokens that nobody names
 
 
+Weighed = dict[int, tuple[Ints, Floats]]  # graph node -> every token that was named there, once, and its estimate
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Children that one source proposes at places of a frontier."""
@@ -40,12 +43,11 @@ class Pool:
         self.calibration = calibration
         self._columns = {source: np.arange(place * k, place * k + k) for place, source in enumerate(ORDER)}
         self._heard: dict[int, tuple[Ints, Floats]] = {}  # graph node -> what all sources said
-        self._weighed: dict[int, tuple[Ints, Floats]] = {}  # every token once, and its estimate
+        self.weighed: Weighed = {}
 
     def begin(self) -> None:
         """A step starts with a graph of its own."""
-        self._heard.clear()
-        self._weighed.clear()
+        self._heard, self.weighed = {}, {}
 
     def weigh(self, graph: TokenGraph, frontier: list[int], proposals: list[Proposal]) -> list[Proposal]:
         """The proposals with every token named once, by the first to name it, and with the k best of a node alone."""
@@ -80,18 +82,20 @@ class Pool:
         estimates = pooled(tokens, said, self.k)
         named = np.where(estimates > 0, tokens, NO_TOKEN)
         self._heard.update(zip(nodes, zip(tokens, said, strict=True), strict=True))
-        self._weighed.update(zip(nodes, zip(named, estimates, strict=True), strict=True))
+        self.weighed.update(zip(nodes, zip(named, estimates, strict=True), strict=True))
         chances = np.empty(estimates.shape)
         for source, columns in self._columns.items():
             chances[:, columns] = self.calibration.corrected(source, estimates[:, columns])
         return named, chances
 
-    def settle(self, graph: TokenGraph, tree: TokenTree, visited: list[int], chosen: list[int]) -> None:
+    def settle(
+        self, weighed: Weighed, graph: TokenGraph, tree: TokenTree, visited: list[int], chosen: list[int]
+    ) -> None:
         """The target chose these tokens at these tree nodes: all that was proposed there is right or wrong."""
         outcomes = [
-            (*self._weighed[node], token)
+            (*weighed[node], token)
             for place, token in zip(visited, chosen, strict=True)
-            if (node := graph.canonical[int(tree.nodes[place])]) in self._weighed
+            if (node := graph.canonical[int(tree.nodes[place])]) in weighed
         ]
         if not outcomes:
             return

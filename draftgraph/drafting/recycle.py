@@ -6,6 +6,7 @@ The rest is kept for the places where the same tokens stand again (Luo et al., 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -45,15 +46,16 @@ class RankingMemory:
     def _is_kept(self, number: int) -> bool:
         return number >= self._noted - self.rows
 
-    def keep(self, contexts: list[Context], ranking: Ranking) -> None:
-        """Notes rankings behind contexts, a later one over an earlier one."""
+    def keep(self, contexts: list[Context], ranking: Ranking, order: Sequence[int] | None = None) -> None:
+        """Notes rankings behind contexts, in this order: a later one over an earlier one."""
         if not self._tokens.shape[1]:
             shape = (self.rows, ranking.tokens.shape[1])
             self._tokens, self._logits, self._shares = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(shape)
         first, self._noted = self._noted, self._noted + len(contexts)
         rows, logits = np.arange(first, self._noted) % self.rows, ranking.usable
         self._tokens[rows], self._logits[rows], self._shares[rows] = ranking.tokens, logits, shares_of(logits)
-        for number, context in enumerate(contexts, start=first):
+        for place in range(len(contexts)) if order is None else order:
+            context, number = contexts[place], first + place
             for length in CONTEXTS:
                 self._number_of[context[-length:]] = number
         if len(self._number_of) > 2 * len(CONTEXTS) * self.rows:
@@ -130,20 +132,20 @@ class RecycleProposer:
         logits = known.logits
         if self.noise is not None:
             logits = logits + self.noise.of(known.tokens, self._position + depths)
-        best = np.argsort(-logits, axis=1, kind="stable")[:, : self.k]
         chances = np.exp(logits - logits.max(axis=1, keepdims=True))
-        chances *= trust[:, None] / chances.sum(axis=1, keepdims=True)
-        tokens, chances = (np.take_along_axis(values, best, axis=1) for values in (known.tokens, chances))
+        chances *= (trust / chances.sum(axis=1))[:, None]
+        best = np.arange(len(matches))[:, None], np.argsort(-logits, axis=1, kind="stable")[:, : self.k]
+        tokens, chances = known.tokens[best], chances[best]
         return np.where(chances > 0, tokens, NO_TOKEN), chances
 
-    def learn(self, tree: TokenTree, path: list[int], ranking: Ranking) -> None:
-        """Keeps what the target says at every node of a checked tree; accepted nodes are the newest, as it were."""
-        contexts: list[Context] = [self._contexts[ROOT]]
+    def learn(self, before: list[int], tree: TokenTree, path: list[int], ranking: Ranking) -> None:
+        """Keeps what the target says at every node of a tree behind this text; accepted nodes are the newest, as it
+        were."""
+        contexts: list[Context] = [(*before[-max(CONTEXTS) + 1 :], int(tree.tokens[0]))]
         for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
             contexts.append((*contexts[parent], token)[-max(CONTEXTS) :])
         accepted = [ROOT, *path]
-        order = [*sorted(set(range(len(tree))) - set(accepted), reverse=True), *accepted]
-        self.memory.keep([contexts[node] for node in order], Ranking(ranking.tokens[order], ranking.logits[order]))
+        self.memory.keep(contexts, ranking, [*range(len(tree) - 1, 0, -1), *accepted])
 
     def _context(self, graph: TokenGraph, node: int) -> Context:
         if node not in self._contexts:

@@ -8,6 +8,7 @@ draft is at work, rows are made of what the memories alone say.
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, State, TokenGraph, T
 CHOICES = 4  # of each memory at a node
 MEMORY_ROWS = 16  # made while the draft is at work
 ROWS = 128  # to begin with
-LEAST = 0.02  # a node that is less likely is no row of a memory
+LEAST = 0.02  # of nodes that are less likely no memory is asked
 
 
 class Opinions:
@@ -61,30 +62,29 @@ class Sheet:
         """The root's row, and those that the memories lead to. Both have begun this step."""
         self.max_depth, self.ends = min(max_depth, self.config.levels), ends
         self.parents, self.tokens, self.depths = [-1], [text[-1]], [0]
+        self._reach = [1.0]  # how likely a row is, as whoever proposed it first said
         self._rows: dict[tuple[int, int], int] = {}  # parent's row, token -> row
         self._matches = [self.copied.root]
         self._contexts: list[Context] = [tuple(text[-max(CONTEXTS) :])]
         self._asked = 0  # rows, of the memories
-        self._ask()
         self._row_of: list[int | None] = []  # by expansion of the draft
         self._proposed: list[int] = []  # tokens, by node of the draft
+        self._hopes: list[float] = []  # and their chances
         self.drafted: set[int] = set()  # rows
-        heap: list[tuple[float, int, int]] = []  # -chance, parent's row, token
-        self._push_likely(heap, 0, 1.0)
+        heap: list[tuple[float, int, int, float]] = []  # -chance, parent's row, token, its chance there
+        self._push_likely(heap, 0)
         while heap and len(self.parents) <= MEMORY_ROWS:
-            negative, parent, token = heapq.heappop(heap)
-            row = self._row(parent, token)
-            self._ask()
-            self._push_likely(heap, row, -negative)
+            _, parent, token, chance = heapq.heappop(heap)
+            self._push_likely(heap, self._row(parent, token, chance))
+        self._ask()
 
-    def _push_likely(self, heap: list[tuple[float, int, int]], row: int, chance: float) -> None:
-        if self.depths[row] >= self.max_depth:
-            return
-        tokens, chances = self._memories.tokens[row].tolist(), self._memories.chances[row].tolist()
-        total = max(sum(chances), 1.0)
-        for token, said in zip(tokens, chances, strict=True):
-            if chance * said > LEAST * total and token not in self.ends:
-                heapq.heappush(heap, (-chance * said / total, row, token))
+    def _push_likely(self, heap: list[tuple[float, int, int, float]], row: int) -> None:
+        """What the text says behind a row."""
+        if self.depths[row] < self.max_depth:
+            for token, chance in self.copied.continuations(self._matches[row], CHOICES):
+                hope = self._reach[row] * chance
+                if hope > LEAST and token not in self.ends:
+                    heapq.heappush(heap, (-hope, row, token, chance))
 
     def add(self, level: DraftedNodes) -> None:
         """Rows for the nodes that a draft has expanded, the root first, and what it says there. A node is known by
@@ -93,12 +93,13 @@ class Sheet:
         for expansion, node in enumerate(level.nodes):
             row: int | None = None if self._proposed else 0
             if node >= 0 and (above := self._row_of[node // k]) is not None:
-                row = self._row(above, self._proposed[node])
+                row = self._row(above, self._proposed[node], self._hopes[node])
             self._row_of.append(row)
             if row is not None:
                 rows.append(row)
                 expansions.append(expansion)
         self._proposed += level.tokens.ravel().tolist()
+        self._hopes += level.probs.ravel().tolist()
         self._ask()
         self._drafts.tokens[rows, :k], self._drafts.chances[rows, :k] = (
             level.tokens[expansions],
@@ -106,93 +107,118 @@ class Sheet:
         )
         self.drafted.update(rows)
 
-    def _row(self, parent: int, token: int) -> int:
+    def _row(self, parent: int, token: int, chance: float) -> int:
         row = self._rows.get((parent, token))
         if row is None:
             row = self._rows[parent, token] = len(self.parents)
             self.parents.append(parent)
             self.tokens.append(token)
             self.depths.append(self.depths[parent] + 1)
+            self._reach.append(self._reach[parent] * chance)
             self._matches.append(self.copied.follow(self._matches[parent], token))
             self._contexts.append((*self._contexts[parent], token)[-max(CONTEXTS) :])
         return row
 
     def _ask(self) -> None:
-        """What the memories say at new rows, each in its places, and every token once: the louder of both counts."""
-        rows = range(self._asked, len(self.parents))
+        """What the memories say at new rows that are likely, each in its places, and every token once: the louder of
+        both counts."""
+        new = range(self._asked, len(self.parents))
         self._asked = len(self.parents)
         for opinions in (self._drafts, self._memories):
             opinions.reserve(self._asked)
-        self._drafts.tokens[rows.start : rows.stop], self._drafts.chances[rows.start : rows.stop] = NO_TOKEN, 0.0
+            opinions.tokens[new.start : new.stop], opinions.chances[new.start : new.stop] = NO_TOKEN, 0.0
+        rows = [row for row in new if self._reach[row] > LEAST]
         found = self.recycled.likeliest([self._contexts[row] for row in rows], [self.depths[row] for row in rows])
         for row, recycled in zip(rows, found, strict=True):
+            copied = self.copied.continuations(self._matches[row], CHOICES)
+            if not copied and not recycled:
+                continue
             tokens, chances = [NO_TOKEN] * (2 * CHOICES), [0.0] * (2 * CHOICES)
-            for place, (token, chance) in enumerate(self.copied.continuations(self._matches[row], CHOICES)):
+            for place, (token, chance) in enumerate(copied):
                 tokens[place], chances[place] = token, chance
             for place, (token, chance) in enumerate(recycled, start=CHOICES):
                 here = tokens.index(token) if token in tokens else place
                 tokens[here], chances[here] = token, max(chance, chances[here])
             self._memories.tokens[row], self._memories.chances[row] = tokens, chances
 
-    def tree(self, floor: float) -> TokenTree:
+    def select(self, floor: float) -> Selection:
         """The likeliest nodes, best first, each with the product of the chances on its path."""
-        self._pool()
+        named, estimates, chances = self._pooled()
         parents, tokens, depths = np.array(self.parents), np.array(self.tokens), np.array(self.depths)
-        matching = self.named[:, parents] == tokens
+        matching = named[:, parents] == tokens
         matching[:, 0] = False  # the root is nobody's child
         places, rows = matching.nonzero()  # of the rows that are somebody's child
         steps = np.zeros(len(parents))
-        steps[rows] = self.chances[places, parents[rows]]
-        above, columns, scores = self._best(steps.tolist(), depths < self.max_depth, floor)
-        child_rows = np.full(self.named.shape, -1)
+        steps[rows] = chances[places, parents[rows]]
+        above, columns, scores = self._best(chances, steps.tolist(), depths < self.max_depth, floor)
+        child_rows = np.full(named.shape, -1)
         child_rows[places, parents[rows]] = rows
-        self.rows = np.concatenate([[0], child_rows[columns, above]])  # of the tree's nodes, -1: none
+        row_of = np.concatenate([[0], child_rows[columns, above]])
         node_of = np.zeros(len(parents) + 1, dtype=np.int64)  # by row, and one for those that are none
-        node_of[self.rows] = np.arange(len(self.rows))
-        self.plain = TokenTree(
-            tokens=np.concatenate([tokens[:1], self.named[columns, above]]),
+        node_of[row_of] = np.arange(len(row_of))
+        plain = TokenTree(
+            tokens=np.concatenate([tokens[:1], named[columns, above]]),
             parents=np.concatenate([[-1], node_of[above]]),
             depths=np.concatenate([[0], depths[above] + 1]),
-            nodes=np.arange(len(self.rows)),
+            nodes=np.arange(len(row_of)),
             scores=np.concatenate([[1.0], scores]),
             sources=["root", *(self._names[column] for column in columns.tolist())],
         )
-        self.merged = merged(self.plain, self.config.tau, self.max_depth, self.config.nodes)
-        return self.merged.tree
+        whole = merged(plain, self.config.tau, self.max_depth, self.config.nodes)
+        return Selection(self, whole.tree, plain, whole.aliases, row_of, named, estimates, self.drafted, self.max_depth)
 
-    def _pool(self) -> None:
-        """One chance for every token that anybody names. # [columns, rows]"""
+    def _pooled(self) -> tuple[Ints, Floats, Floats]:
+        """Every token that anybody names, what all together say of it, and what that is worth. # [columns, rows]"""
         k, count = self.config.k, len(self.parents)
         drafted, sure = self._drafts.side_by_side(count)
         names, said = self._memories.side_by_side(count)
-        self.estimates = np.concatenate(weighed(drafted, sure, names, said))
-        self.named = np.where(self.estimates > 0, np.concatenate([drafted, names]), NO_TOKEN)
-        self.chances = np.empty(self.estimates.shape)
+        estimates = np.concatenate(weighed(drafted, sure, names, said))
+        named = np.where(estimates > 0, np.concatenate([drafted, names]), NO_TOKEN)
+        chances = np.empty(estimates.shape)
         for source, here in self.columns.items():
-            self.chances[here] = self.calibration.corrected(source, self.estimates[here])
-        least = np.partition(self.chances, -k, axis=0)[-k]
-        self.chances[self.chances < least] = 0.0  # k children at most
+            chances[here] = self.calibration.corrected(source, estimates[here])
+        least = np.partition(chances, -k, axis=0)[-k]
+        chances[chances < least] = 0.0  # k children at most
+        return named, estimates, chances
 
-    def _best(self, steps: list[float], open_rows: Bools, floor: float) -> tuple[Ints, Ints, Floats]:
+    def _best(self, chances: Floats, steps: list[float], open_rows: Bools, floor: float) -> tuple[Ints, Ints, Floats]:
         """Rows, columns and scores of the best children of open rows, best first; `steps` are the rows' own chances."""
         paths = [1.0]
         for parent, step in zip(self.parents[1:], steps[1:], strict=True):
             paths.append(paths[parent] * step)
-        scores = (np.where(open_rows, paths, 0.0) * self.chances).T  # a parent's row stands before its child's
+        scores = (np.where(open_rows, paths, 0.0) * chances).T  # a parent's row stands before its child's
         above, columns = np.nonzero(scores > max(floor, 0.0))
         found = scores[above, columns]
         order = np.argsort(-found, kind="stable")[: self.config.nodes - 1]
         return above[order], columns[order], found[order]
 
+
+@dataclass(frozen=True)
+class Selection:
+    """What was chosen of a sheet. The sheet itself goes on to the next step."""
+
+    sheet: Sheet
+    tree: TokenTree
+    plain: TokenTree  # before leaves borrowed from each other
+    aliases: dict[int, int]
+    rows: Ints  # of the nodes of the plain tree, -1: none
+    named: Ints  # [columns, rows]
+    estimates: Floats
+    drafted: set[int]  # rows
+    max_depth: int
+
+    def first(self, nodes: int) -> Selection:
+        return replace(self, tree=self.tree.first(nodes))
+
     def graph(self) -> TokenGraph:
         """What was chosen as a graph, in which an alias shares the children of the node that it repeats."""
         plain, rows = self.plain, self.rows.tolist()
-        graph = TokenGraph(int(plain.tokens[0]), self.config, self.max_depth, self.ends)
+        graph = TokenGraph(int(plain.tokens[0]), self.sheet.config, self.max_depth, self.sheet.ends)
         graph.tokens, graph.parents, graph.depths = plain.tokens.tolist(), plain.parents.tolist(), plain.depths.tolist()
         graph.probs = (plain.scores / plain.scores[np.maximum(plain.parents, 0)]).tolist()
         graph.sources = list(plain.sources)
-        graph.canonical = [self.merged.aliases.get(node, node) for node in range(len(plain))]
-        for alias, node in self.merged.aliases.items():
+        graph.canonical = [self.aliases.get(node, node) for node in range(len(plain))]
+        for alias, node in self.aliases.items():
             graph.aliases.setdefault(node, []).append(alias)
         graph.states = [State.EXPANDED if row >= 0 else State.OPEN for row in rows]
         graph.drafted = {node for node, row in enumerate(rows) if row in self.drafted}
@@ -203,13 +229,12 @@ class Sheet:
 
     def settle(self, visited: list[int], chosen: list[int]) -> None:
         """The target chose these tokens at these tree nodes: all that was proposed there is right or wrong."""
-        rows = self.rows[self.merged.tree.nodes[visited]].tolist()
-        outcomes = list(zip(rows, chosen, strict=True))
-        known = np.array([row for row, _ in outcomes if row >= 0])
-        right = np.array([token for row, token in outcomes if row >= 0])
-        for source, here in self.columns.items():
-            estimates = self.estimates[here, known] if len(known) else np.zeros((1, 0))
+        rows = self.rows[self.tree.nodes[visited]].tolist()
+        outcomes = [(row, token) for row, token in zip(rows, chosen, strict=True) if row >= 0]
+        known, right = (np.array(column, dtype=np.int64) for column in zip(*outcomes, strict=True))
+        for source, here in self.sheet.columns.items():
+            estimates = self.estimates[here, known]
             named = estimates > 0
             if named.any():
                 accepted = self.named[here, known] == right
-                self.calibration.observe(source, estimates[named], accepted[named])
+                self.sheet.calibration.observe(source, estimates[named], accepted[named])

@@ -26,6 +26,7 @@ class Engine(Protocol):
 
     branching: bool  # False: nodes must form one chain
     ranks: bool  # the best tokens of a pass come with it, at no further cost
+    works_alone: bool  # a pass is only set off: the host has time until its result is read
     text: list[int]  # the committed tokens
     scratch: int  # nodes scored since the last commit
 
@@ -58,7 +59,7 @@ class Engine(Protocol):
 class EagerEngine:
     """Plain forward passes of the user's own module, on its device and in its dtype."""
 
-    ranks = False
+    ranks = works_alone = False
 
     def __init__(self, model: Any, branching: bool = True, offsets: bool = True) -> None:
         self.model = model

@@ -87,7 +87,7 @@ class Pass:
 class StaticEngine:
     """An `Engine`: committed text, nodes scored over it, commits; see `EagerEngine` for what each method means."""
 
-    branching = ranks = True
+    branching = ranks = works_alone = True
     widths = WIDTHS
 
     def __init__(self, model: Any) -> None:
