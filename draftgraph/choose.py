@@ -101,14 +101,18 @@ class Scored:
     ranking: Ranking | None = None  # where it has been read already
     sampled: list[int] | None = None  # the sampled token of every node, where the device has chosen it
 
+    def best(self, node: int) -> int:
+        """The argmax of a node."""
+        return self._bests[node] if self.ranking is None else self.ranking.best(node, self.logits)
+
     @cached_property
-    def best(self) -> list[int]:
-        """The argmax of every node, in one read."""
-        return self.logits.argmax(dim=-1).tolist() if self.ranking is None else self.ranking.best(self.logits)
+    def _bests(self) -> list[int]:
+        """Of every node, in one read."""
+        return self.logits.argmax(dim=-1).tolist()
 
     def finite(self, nodes: list[int]) -> bool:
         if self.ranking is not None:
-            return bool(self.ranking.finite[nodes].all())
+            return self.ranking.finite(nodes)
         return bool(torch.isfinite(self.logits[nodes].amax(dim=-1)).all())
 
 
@@ -131,15 +135,16 @@ class KeyedChooser:
 
     def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
         node: int | None = ROOT
-        known = scored.best if self.takes_the_best else scored.sampled
+        plain = self.noise is None and not self.processors and not self.outputs.wanted
         while node is not None:
-            token = self.choose(scored.logits[node], prefix) if known is None else known[node]
+            if plain:
+                token = scored.best(node)
+            elif scored.sampled is not None:
+                token = scored.sampled[node]
+            else:
+                token = self.choose(scored.logits[node], prefix)
             yield token
             node = tree.child(node, token)
-
-    @property
-    def takes_the_best(self) -> bool:
-        return self.noise is None and not self.processors and not self.outputs.wanted
 
     @property
     def sampling(self) -> Sampling | None:

@@ -65,9 +65,9 @@ class FlatCost:
 def nodes_worth_checking(tree: TokenTree, cost: CostModel, spent: float = 0.0) -> int:
     """How many of a tree's nodes, best first, give the most expected tokens for their cost and what was spent; of
     those that give nearly as many the most, if it beats plain decoding: a step also costs what no price tells."""
-    expected = np.cumsum(tree.scores)  # the root's token is certain: it counts for the one that the target adds
+    expected = tree.scores.cumsum()  # the root's token is certain: it counts for the one that the target adds
     rates = expected / (spent + cost.of_pass(np.arange(1, len(tree) + 1)))
-    return int(np.flatnonzero(rates >= max(NEARLY * rates.max(), rates[0]))[-1]) + 1
+    return int((rates >= max(NEARLY * rates.max(), rates[0])).nonzero()[0][-1]) + 1
 
 
 class HitRate:

@@ -140,6 +140,7 @@ class Decoding:
         """What the target says at every node, in one pass."""
         logits = self.target.check(tree)
         self.learn()  # from the step before, while the target is at work
+        tree.index()
         sampled = self.target.sample(logits, self.sampling) if self.sampling else None
         ranked = self.target.ranks or self.sources.recycled is not None
         return Scored(logits, self.target.rank(logits) if ranked else None, sampled)

@@ -68,6 +68,10 @@ class TokenTree:
         keys = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
         return {key: node for node, key in enumerate(keys)}
 
+    def index(self) -> None:
+        """Makes `child` quick; else its first call does."""
+        _ = self._children
+
     def child(self, node: int, token: int) -> int | None:
         return self._children.get((node, token))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftgraph.engine.best import best_logits
-from draftgraph.graph import Bools, Floats, Ints
+from draftgraph.graph import Floats, Ints
 
 KEPT = 16  # tokens of a node; noise may put any of them first
 HUGE = 1e30  # for logits that are no numbers
@@ -32,20 +33,18 @@ class Ranking:
         found = packed.cpu().numpy()
         return cls(found[:, 0].astype(np.int64), found[:, 1].copy())
 
-    def best(self, logits: Tensor) -> list[int]:
-        """The argmax of every node: of equals the first, of which `topk` may have kept another."""
-        ties = self.logits == self.logits[:, :1]
-        ties[:, 0] = True  # also where it is no number
-        if not ties.all(axis=1).any():
-            tokens: list[int] = np.where(ties, self.tokens, np.iinfo(np.int64).max).min(axis=1).tolist()
-            return tokens
-        return logits.argmax(dim=-1).tolist()
+    def best(self, node: int, logits: Tensor) -> int:
+        """The argmax of a node: of equals the first, of which `topk` may have kept another."""
+        values = self.logits[node]
+        if len(values) > 1 and values[0] > values[1]:
+            return int(self.tokens[node, 0])
+        ties = values == values[0]
+        ties[0] = True  # also where it is no number
+        return int(logits[node].argmax()) if ties.all() else int(self.tokens[node][ties].min())
 
-    @property
-    def finite(self) -> Bools:
-        """Which nodes have a best token at all. # [nodes]"""
-        finite: Bools = np.isfinite(self.logits[:, 0])
-        return finite
+    def finite(self, nodes: list[int]) -> bool:
+        """Whether these nodes have a best token at all."""
+        return all(isfinite(self.logits[node, 0]) for node in nodes)
 
     @property
     def usable(self) -> Floats:

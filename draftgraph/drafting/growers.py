@@ -19,6 +19,8 @@ from draftgraph.drafting.sheet import Selection, Sheet
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.graph import TokenGraph, TokenTree
 
+LATE = 2  # levels of a draft: while it is at work on them, the opinions about the others are pooled
+
 
 @dataclass
 class Sources:
@@ -147,8 +149,10 @@ class SheetGrower:
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Selection:
         spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
         floor = cost.floor()
-        for level in self.draft.arriving():
+        for number, level in enumerate(self.draft.arriving()):
             self.sheet.add(level)
+            if number == max(self.draft.levels - LATE - 1, 0):
+                self.sheet.pool()
         selection = self.sheet.select(floor)
         return selection.first(nodes_worth_checking(selection.tree, cost, spent))
 

@@ -135,6 +135,13 @@ def weighed(drafted: Ints, probs: Floats, named: Ints, said: Floats) -> tuple[Fl
     return believed / total, np.where(certain > 0, unnamed / total, without)
 
 
+def weighed_alone(probs: Floats) -> Floats:
+    """Chances of what a draft proposes where no memory says anything. # [k, nodes]"""
+    certain = probs.sum(axis=0)
+    chances: Floats = probs / (certain + np.maximum(1.0 - certain, REST))
+    return chances
+
+
 def revise(graph: TokenGraph, node: int, tokens: Ints, chances: Floats) -> None:
     """New chances for children that were proposed before the draft was asked."""
     for token, child in graph.children_of(node).items():

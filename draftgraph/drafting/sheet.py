@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from draftgraph.config import GraphConfig
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DraftedNodes
 from draftgraph.drafting.merging import merged
-from draftgraph.drafting.pool import ORDER, weighed
+from draftgraph.drafting.pool import ORDER, weighed, weighed_alone
 from draftgraph.drafting.recycle import CONTEXTS, Context, RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, State, TokenGraph, TokenTree
@@ -25,6 +26,8 @@ CHOICES = 4  # of each memory at a node
 MEMORY_ROWS = 16  # made while the draft is at work
 ROWS = 128  # to begin with
 LEAST = 0.02  # of nodes that are less likely no memory is asked
+
+Pooled = tuple[Ints, Floats, Floats]  # tokens, estimates, and what those are worth; [columns, rows] each
 
 
 class Opinions:
@@ -38,9 +41,9 @@ class Opinions:
         if rows > len(self.tokens):
             self.tokens, self.chances = (np.concatenate([part, part]) for part in (self.tokens, self.chances))
 
-    def side_by_side(self, rows: int) -> tuple[Ints, Floats]:
-        """[columns, rows]"""
-        return np.ascontiguousarray(self.tokens[:rows].T), np.ascontiguousarray(self.chances[:rows].T)
+    def side_by_side(self, first: int, last: int) -> tuple[Ints, Floats]:
+        """Of rows from the first to before the last. # [columns, rows]"""
+        return np.ascontiguousarray(self.tokens[first:last].T), np.ascontiguousarray(self.chances[first:last].T)
 
 
 class Sheet:
@@ -67,6 +70,7 @@ class Sheet:
         self._matches = [self.copied.root]
         self._contexts: list[Context] = [tuple(text[-max(CONTEXTS) :])]
         self._asked = 0  # rows, of the memories
+        self._pooled: Pooled | None = None
         self._row_of: list[int | None] = []  # by expansion of the draft
         self._proposed: list[int] = []  # tokens, by node of the draft
         self._hopes: list[float] = []  # and their chances
@@ -88,7 +92,8 @@ class Sheet:
 
     def add(self, level: DraftedNodes) -> None:
         """Rows for the nodes that a draft has expanded, the root first, and what it says there. A node is known by
-        where it was proposed: its number is k times the expansion, plus its rank there."""
+        where it was proposed: its number is k times the expansion, plus its rank there. Where opinions have been
+        pooled already, no memory is asked about new rows."""
         k, rows, expansions = level.tokens.shape[1], [], []
         for expansion, node in enumerate(level.nodes):
             row: int | None = None if self._proposed else 0
@@ -100,6 +105,8 @@ class Sheet:
                 expansions.append(expansion)
         self._proposed += level.tokens.ravel().tolist()
         self._hopes += level.probs.ravel().tolist()
+        if self._pooled is not None and min(rows, default=self._asked) < self._asked:
+            self._pooled = None  # a memory's row after all: what was said there must be pooled with this
         self._ask()
         self._drafts.tokens[rows, :k], self._drafts.chances[rows, :k] = (
             level.tokens[expansions],
@@ -127,6 +134,8 @@ class Sheet:
         for opinions in (self._drafts, self._memories):
             opinions.reserve(self._asked)
             opinions.tokens[new.start : new.stop], opinions.chances[new.start : new.stop] = NO_TOKEN, 0.0
+        if self._pooled is not None:
+            return
         rows = [row for row in new if self._reach[row] > LEAST]
         found = self.recycled.likeliest([self._contexts[row] for row in rows], [self.depths[row] for row in rows])
         for row, recycled in zip(rows, found, strict=True):
@@ -143,7 +152,7 @@ class Sheet:
 
     def select(self, floor: float) -> Selection:
         """The likeliest nodes, best first, each with the product of the chances on its path."""
-        named, estimates, chances = self._pooled()
+        named, estimates, chances = self._all_pooled()
         parents, tokens, depths = np.array(self.parents), np.array(self.tokens), np.array(self.depths)
         matching = named[:, parents] == tokens
         matching[:, 0] = False  # the root is nobody's child
@@ -167,11 +176,11 @@ class Sheet:
         whole = merged(plain, self.config.tau, self.max_depth, self.config.nodes)
         return Selection(self, whole.tree, plain, whole.aliases, row_of, named, estimates, self.drafted, self.max_depth)
 
-    def _pooled(self) -> tuple[Ints, Floats, Floats]:
+    def pool(self) -> None:
         """Every token that anybody names, what all together say of it, and what that is worth. # [columns, rows]"""
         k, count = self.config.k, len(self.parents)
-        drafted, sure = self._drafts.side_by_side(count)
-        names, said = self._memories.side_by_side(count)
+        drafted, sure = self._drafts.side_by_side(0, count)
+        names, said = self._memories.side_by_side(0, count)
         estimates = np.concatenate(weighed(drafted, sure, names, said))
         named = np.where(estimates > 0, np.concatenate([drafted, names]), NO_TOKEN)
         chances = np.empty(estimates.shape)
@@ -179,7 +188,21 @@ class Sheet:
             chances[here] = self.calibration.corrected(source, estimates[here])
         least = np.partition(chances, -k, axis=0)[-k]
         chances[chances < least] = 0.0  # k children at most
-        return named, estimates, chances
+        self._pooled = named, estimates, chances
+
+    def _all_pooled(self) -> Pooled:
+        """With the rows that came too late for the memories."""
+        if self._pooled is None:
+            self.pool()
+        assert self._pooled is not None
+        known, count = self._pooled[0].shape[1], len(self.parents)
+        if known == count:
+            return self._pooled
+        drafted, sure = self._drafts.side_by_side(known, count)
+        estimates = weighed_alone(sure)
+        named = beside(self._pooled[0], np.where(sure > 0, drafted, NO_TOKEN), NO_TOKEN)
+        worth = self.calibration.corrected("draft", estimates)
+        return named, beside(self._pooled[1], estimates, 0.0), beside(self._pooled[2], worth, 0.0)
 
     def _best(self, chances: Floats, steps: list[float], open_rows: Bools, floor: float) -> tuple[Ints, Ints, Floats]:
         """Rows, columns and scores of the best children of open rows, best first; `steps` are the rows' own chances."""
@@ -238,3 +261,11 @@ class Selection:
             if named.any():
                 accepted = self.named[here, known] == right
                 self.sheet.calibration.observe(source, estimates[named], accepted[named])
+
+
+def beside(early: Any, late: Any, nothing: float) -> Any:
+    """Late rows beside early ones: they have fewer columns."""
+    known = early.shape[1]
+    whole = np.full((len(early), known + late.shape[1]), nothing, dtype=early.dtype)
+    whole[:, :known], whole[: len(late), known:] = early, late
+    return whole
