@@ -15,7 +15,8 @@ from draftgraph.drafting.model import DraftVocabulary, likeliest
 from draftgraph.engine.loan import Loan
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-draft_cost, draft_sizes, static_passes = map(import_module, ("draft_cost", "draft_sizes", "static_passes"))
+SCRIPTS = ("draft_cost", "draft_sizes", "static_passes", "long_texts", "host_share")
+draft_cost, draft_sizes, static_passes, long_texts, host_share = map(import_module, SCRIPTS)
 
 FOUR_LAYERS = SHAPE | HEADS | {"num_hidden_layers": 4}
 CHILD_OF = [-1, 0, 0, 1, 1, 4, 2]
@@ -219,3 +220,19 @@ def test_captured_passes_are_timed(compiled):
     found = draft_cost.compare(model, drafts, [1, 8], context=64, repeats=2, compiled=compiled)
     assert found.way == ("compiled and captured" if compiled else "captured")
     assert 0 < found.drafts[0].of_target[1] < 1
+
+
+def test_passes_behind_long_texts_are_judged_by_what_reading_them_must_cost():
+    at_512, at_1512 = long_texts.judged({512: 2.0, 1512: 3.0}, 64, token_bytes=4_300_000)  # a microsecond each
+    assert (at_512.share, at_1512.limit_ms, at_1512.share) == (1.0, 3.0, 1.0)
+    assert long_texts.key_value_bytes(llama()) == 2 * 4 * 2 * 16 * 4
+
+
+def test_what_one_call_set_off_is_one_span_and_gaps_between_spans_are_waiting():
+    def kernel(call, begin, taken):
+        return {"cat": "kernel", "ts": begin, "dur": taken, "args": {"correlation": call}}
+
+    events = [kernel(1, 0.0, 4.0), kernel(1, 6.0, 4.0), kernel(2, 15.0, 5.0), {"cat": "cpu_op", "ts": 10.0, "dur": 9.0}]
+    spans = host_share.spans_of(events)
+    assert spans == [(0.0, 10.0), (15.0, 20.0)]
+    assert host_share.waits_of(spans) == [5.0]
