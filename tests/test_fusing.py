@@ -302,6 +302,7 @@ def test_a_static_engine_says_the_same(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_text_is_read_with_the_modules_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static, "Fusions", partial(Fusions, kinds=("cpu",)))
+    monkeypatch.setattr(static, "SHORT", 2)
     model = target_of("llama")
     engine, fused = StaticEngine(model), []
     model.model.register_forward_pre_hook(lambda *_: fused.append("forward" in vars(model.model.norm)))
