@@ -70,6 +70,7 @@ class Sheet:
         self._matches = [self.copied.root]
         self._contexts: list[Context] = [tuple(text[-max(CONTEXTS) :])]
         self._asked = 0  # rows, of the memories
+        self._closed = False  # no memory is asked any more
         self._pooled: Pooled | None = None
         self._row_of: list[int | None] = []  # by expansion of the draft
         self._proposed: list[int] = []  # tokens, by node of the draft
@@ -122,8 +123,9 @@ class Sheet:
             self.tokens.append(token)
             self.depths.append(self.depths[parent] + 1)
             self._reach.append(self._reach[parent] * chance)
-            self._matches.append(self.copied.follow(self._matches[parent], token))
-            self._contexts.append((*self._contexts[parent], token)[-max(CONTEXTS) :])
+            if not self._closed:
+                self._matches.append(self.copied.follow(self._matches[parent], token))
+                self._contexts.append((*self._contexts[parent], token)[-max(CONTEXTS) :])
         return row
 
     def _ask(self) -> None:
@@ -134,7 +136,7 @@ class Sheet:
         for opinions in (self._drafts, self._memories):
             opinions.reserve(self._asked)
             opinions.tokens[new.start : new.stop], opinions.chances[new.start : new.stop] = NO_TOKEN, 0.0
-        if self._pooled is not None:
+        if self._closed:
             return
         rows = [row for row in new if self._reach[row] > LEAST]
         found = self.recycled.likeliest([self._contexts[row] for row in rows], [self.depths[row] for row in rows])
@@ -188,7 +190,7 @@ class Sheet:
             chances[here] = self.calibration.corrected(source, estimates[here])
         least = np.partition(chances, -k, axis=0)[-k]
         chances[chances < least] = 0.0  # k children at most
-        self._pooled = named, estimates, chances
+        self._closed, self._pooled = True, (named, estimates, chances)
 
     def _all_pooled(self) -> Pooled:
         """With the rows that came too late for the memories."""

@@ -138,4 +138,6 @@ class PriceList:
         self._slope = max(0.0, float(late), float(average) / 2) if self._last > 1 else float(known[1])
 
     def of(self, nodes: Ints) -> Floats:
+        if nodes.max() <= self._last:
+            return self.known[nodes]
         return self.known[np.minimum(nodes, self._last)] + self._slope * np.maximum(nodes - self._last, 0)
