@@ -213,6 +213,21 @@ def test_an_engine_that_pads_is_measured_at_its_own_widths() -> None:
     assert found.target.nodes == (1, 8, 64) and found.target.padded
 
 
+def test_recording_takes_nothing_of_the_time_for_measuring() -> None:
+    class Recording(FakeEngine):
+        widths = (1, 2, 4, 8, 16, 32, 64, 128)
+        known: tuple[int, ...] = ()
+
+        def seconds(self, nodes: int, context: int) -> float:
+            first_time, self.known = nodes not in self.known, (*self.known, nodes)
+            return super().seconds(nodes, context) + (2.0 if first_time else 0.0)
+
+    clock = FakeClock()
+    found = measure(subjects(clock, Recording(clock, 0.005, 0.00001)), window=4096)
+    assert found.target.nodes == (1, 2, 4, 8, 16, 32, 64) and len(found.target.contexts) == 2
+    assert found.target.seconds[0] == pytest.approx([0.005 + 0.00001 * (nodes - 1) for nodes in found.target.nodes])
+
+
 def test_a_text_fits_the_window_and_stays_on_one_side_of_a_rope_switch() -> None:
     class Switching(FakeEngine):
         def depth_limit(self, root: int) -> int | None:

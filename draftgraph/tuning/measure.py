@@ -72,7 +72,11 @@ class Passes:
         return taken
 
     def prepare(self) -> None:
-        """Lets the engine choose how to compute: that takes long once, and is no price."""
+        """Lets the engine choose how to compute, and record: that takes long once, and is no price."""
+        for width in getattr(self.engine, "widths", ()):
+            self.engine.reserve(len(self.engine.text) + width)
+            self.engine.forward(self._tokens(width), *chained(width))
+            self.engine.forget(0)
         for width in widths_up_to(PREPARED, self.offered):
             if self.timed(width) > SLOW and self.timed(width) > SLOW:
                 break
