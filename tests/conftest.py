@@ -116,3 +116,17 @@ def run_without_network() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that can be loaded by its path."""
+    from cli_tools import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured in a test stays in it."""
+    monkeypatch.setenv("DRAFTGRAPH_CACHE", str(tmp_path / "cache"))

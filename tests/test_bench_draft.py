@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_tools import Runner, refused, save_tiny_model, with_window
+from cli_tools import Runner, refused, with_window
 from families import VOCAB, perturbed, target_of
 
 from draftgraph import GraphConfig, GraphDecoder, UsageError
@@ -32,9 +32,7 @@ STRUCTURES_TO_CHECK = STRUCTURES | {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTGRAPH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def counted(stats: Any) -> dict[str, Any]:
@@ -178,11 +176,6 @@ def test_a_damaged_file_of_answers_is_made_again(tmp_path: Path) -> None:
 
 
 # Reports
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bench_tools import pair_in, write_tasks
-from cli_tools import Runner, refused, save_tiny_model, with_window
+from cli_tools import Runner, refused, with_window
 from families import VOCAB, perturbed, target_of
 
 from draftgraph import GraphConfig, UsageError
@@ -28,14 +28,7 @@ from draftgraph.pair import Pair
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTGRAPH_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

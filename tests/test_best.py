@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
+from kernel_tools import interpreter
 from torch import Tensor
 
 from draftgraph.engine.best import best_tokens, reference
@@ -19,10 +18,8 @@ SHAPES = [(1, 97, 4), (3, 2048, 8), (2, 2049, 1), (2, 12288, 16)]
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Best]:
     kernel = pytest.importorskip("draftgraph.engine.best_kernel", reason="Triton is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: so in a process of its own
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            yield lambda logits, k: process.submit(kernel.best_tokens, logits, k).result()
+    with interpreter() as call:
+        yield lambda logits, k: call(kernel.best_tokens, logits, k)
 
 
 def logits_of(rows: int, columns: int) -> Tensor:

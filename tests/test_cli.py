@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_tools import PROMPT, Done, Runner, save_tiny_model, with_window
+from cli_tools import PROMPT, Done, Runner, with_window
 
 import draftgraph
 from draftgraph.cli import compare
@@ -22,11 +22,6 @@ from draftgraph.cli.options import FIELDS
 from draftgraph.errors import DraftGraphError
 
 COMMANDS = ("generate", "chat", "compare", "inspect", "doctor")
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

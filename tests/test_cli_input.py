@@ -1,18 +1,12 @@
 """What users give the command line: settings from three places, and wrong ones refused in one line."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_tools import PROMPT, Runner, refused, save_tiny_model, with_window
+from cli_tools import PROMPT, Runner, refused, with_window
 
 from draftgraph.errors import DraftGraphError
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import target_of
+from kernel_tools import interpreter
 from test_static_engine import STATIC, ancestry, story, tokens_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -59,10 +58,8 @@ def computed(name: str, *given: Any) -> Any:
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Any]]:
     pytest.importorskip("draftgraph.engine.fused_kernel", reason="Triton is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: so in a process of its own
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            yield lambda *given: process.submit(computed, *given).result()
+    with interpreter() as call:
+        yield lambda *given: call(computed, *given)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

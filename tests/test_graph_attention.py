@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from families import FAMILIES, MORE_FAMILIES, SMALL, VOCAB, target_of
+from kernel_tools import interpreter
 from torch import Tensor
 
 from draftgraph import UnsupportedModelError
@@ -162,10 +161,8 @@ def interpreted() -> Iterator[Callable[..., Tensor]]:
         pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
     # So that memory which is allocated and never written is not a number.
     strict = {"initializer": torch.use_deterministic_algorithms, "initargs": (True,)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **strict) as process:
-            yield lambda *arguments, **options: process.submit(kernel.attend, *arguments, **options).result()
+    with interpreter(**strict) as call:
+        yield lambda *arguments, **options: call(kernel.attend, *arguments, **options)
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from importlib import import_module
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+from kernel_tools import interpreter
 from torch import Tensor
 
 from draftgraph.engine import growth as reference
@@ -29,10 +28,8 @@ def run(module: str, step: str, growth: Growth, *arguments: Any) -> Growth:
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Run]:
     pytest.importorskip("draftgraph.engine.growth_kernel", reason="Triton is not installed")  # here, to be compiled
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: so in a process of its own
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            yield lambda *given: process.submit(run, "draftgraph.engine.growth_kernel", *given).result()
+    with interpreter() as call:
+        yield lambda *given: call(run, "draftgraph.engine.growth_kernel", *given)
 
 
 def proposals(rows: int, k: int, seed: int) -> tuple[Tensor, Tensor]:

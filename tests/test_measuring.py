@@ -179,14 +179,17 @@ def test_a_slow_model_is_measured_once_behind_a_short_text() -> None:
     assert found.target.seconds[0] == pytest.approx((2.0, 2.2, 2.6, 3.4))
 
 
+class Preparing(FakeEngine):
+    """The first pass of every width takes long."""
+
+    known: tuple[int, ...] = ()
+
+    def seconds(self, nodes: int, context: int) -> float:
+        first_time, self.known = nodes not in self.known, (*self.known, nodes)
+        return super().seconds(nodes, context) + (3.0 if first_time else 0.0)
+
+
 def test_a_first_pass_that_prepares_the_engine_is_not_counted() -> None:
-    class Preparing(FakeEngine):
-        known: tuple[int, ...] = ()
-
-        def seconds(self, nodes: int, context: int) -> float:
-            first_time, self.known = nodes not in self.known, (*self.known, nodes)
-            return super().seconds(nodes, context) + (3.0 if first_time else 0.0)
-
     clock = FakeClock()
     found = measure(subjects(clock, Preparing(clock, 0.1, 0.01)), window=4096)
     assert found.target.seconds[0] == pytest.approx([0.1 + 0.01 * (nodes - 1) for nodes in found.target.nodes])
@@ -214,13 +217,8 @@ def test_an_engine_that_pads_is_measured_at_its_own_widths() -> None:
 
 
 def test_recording_takes_nothing_of_the_time_for_measuring() -> None:
-    class Recording(FakeEngine):
+    class Recording(Preparing):
         widths = (1, 2, 4, 8, 16, 32, 64, 128)
-        known: tuple[int, ...] = ()
-
-        def seconds(self, nodes: int, context: int) -> float:
-            first_time, self.known = nodes not in self.known, (*self.known, nodes)
-            return super().seconds(nodes, context) + (2.0 if first_time else 0.0)
 
     clock = FakeClock()
     found = measure(subjects(clock, Recording(clock, 0.005, 0.00001)), window=4096)

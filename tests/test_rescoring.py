@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bench_tools import pair_in, write_tasks
-from cli_tools import Runner, save_tiny_model
+from cli_tools import Runner
 from families import FAMILIES, MORE_FAMILIES, VOCAB, perturbed, target_of
 from scipy.stats import binom
 
@@ -45,14 +45,7 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTGRAPH_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

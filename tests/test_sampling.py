@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
 from itertools import product
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kernel_tools import interpreter
 from scipy import stats
 from tiny_models import tiny_llama
 from torch import Tensor
@@ -56,10 +55,8 @@ def run(module: str, name: str, *arguments: Any) -> Tensor:
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Run]:
     pytest.importorskip("draftgraph.engine.sampling_kernel", reason="Triton is not installed")  # here, to be compiled
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: so in a process of its own
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            yield lambda *given: process.submit(run, *given).result()
+    with interpreter() as call:
+        yield lambda *given: call(run, *given)
 
 
 def logits_of(rows: int, columns: int, seed: int = 0) -> Tensor:

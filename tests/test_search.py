@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from bench_tools import pair_in, write_tasks
-from cli_tools import PROMPT, Runner, refused, save_tiny_model
+from cli_tools import PROMPT, Runner, refused
 
 from draftgraph import GraphConfig, UsageError
 from draftgraph.bench.runs import Record
@@ -26,11 +26,6 @@ from draftgraph.tuning.turns import Outcome
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 DRAWN = {"search.svg", "search.png"}
 WRITTEN = {"search.json", "search.md", "profile.toml", history.FILE}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

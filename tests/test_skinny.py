@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+from kernel_tools import interpreter
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -18,10 +17,8 @@ SHAPES = [(1, 64, 512, False), (5, 70, 512, True), (17, 33, 600, True), (2, 40, 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Tensor]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: so in a process of its own
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            yield lambda *arguments: process.submit(kernel.skinny_linear, *arguments).result()
+    with interpreter() as call:
+        yield lambda *arguments: call(kernel.skinny_linear, *arguments)
 
 
 def numbers(rows: int, out: int, inputs: int, biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:

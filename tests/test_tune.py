@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_tools import PROMPT, Runner, refused, save_tiny_model
+from cli_tools import PROMPT, Runner, refused
 
 from draftgraph.tuning import Curve, Latencies, MeasuredCost, prices
 from draftgraph.tuning.report import HITS
@@ -15,11 +15,6 @@ FOUND = Latencies(
     64,
     3.21,
 )
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
