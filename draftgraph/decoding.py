@@ -165,7 +165,7 @@ class Decoding:
             depth = self._depth_limit()
             self.grower.draft_ahead(self.text, depth, self.cost)
             if self.sources.recycled is not None and scored.ranking is not None:
-                self.sources.recycled.learn(self.text[: step.position], tree, chosen.path, scored.ranking)
+                self.sources.recycled.learn(self.text, step.position, tree, chosen.path, scored.ranking)
             self.grower.remember(self.text, depth)
         if self.finish_reason is not None or self.decoder.observer is not None or not self.target.works_alone:
             self.learn()

@@ -95,7 +95,7 @@ def test_the_memory_is_a_search_through_what_was_kept(kept: list[tuple[Any, int]
 
 def checked(proposer: RecycleProposer, text: list[int], tree: TokenTree, path: list[int], ranking: Ranking) -> None:
     proposer.begin(text)
-    proposer.learn(text[:-1], tree, path, ranking)
+    proposer.learn(text, len(text) - 1, tree, path, ranking)
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:

@@ -130,7 +130,7 @@ def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:
         np.array([3, 50]), np.array([-1, 0]), np.array([0, 1]), np.arange(2), np.ones(2), ["root", "draft"]
     )
     ranking = Ranking(np.array([[50, 51], [60, 61]]), np.array([[3.0, 1.0], [5.0, 0.0]]))
-    sheet.recycled.learn([1, 2], tree, [], ranking)
+    sheet.recycled.learn([1, 2, 3], 2, tree, [], ranking)
     begin(sheet, [1, 2, 3])
     add(sheet, DraftedNodes(np.array([[50, 70], [80, 81]]), np.array([[0.6, 0.2], [0.2, 0.1]]), [-1, 0]))
     found = sheet.select(0.0).tree

@@ -138,10 +138,10 @@ class RecycleProposer:
         tokens, chances = known.tokens[best], chances[best]
         return np.where(chances > 0, tokens, NO_TOKEN), chances
 
-    def learn(self, before: list[int], tree: TokenTree, path: list[int], ranking: Ranking) -> None:
-        """Keeps what the target says at every node of a tree behind this text; accepted nodes are the newest, as it
-        were."""
-        contexts: list[Context] = [(*before[-max(CONTEXTS) + 1 :], int(tree.tokens[0]))]
+    def learn(self, text: list[int], root: int, tree: TokenTree, path: list[int], ranking: Ranking) -> None:
+        """Keeps what the target says at every node of a tree, whose root is the token at this place of the text; nodes
+        that were accepted are the newest, as it were."""
+        contexts: list[Context] = [tuple(text[max(0, root + 1 - max(CONTEXTS)) : root + 1])]
         for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
             contexts.append((*contexts[parent], token)[-max(CONTEXTS) :])
         accepted = [ROOT, *path]
