@@ -204,7 +204,7 @@ class DeviceDraft:
             self.levels = 0
             return
         engine = self.engine
-        unread = [token if token < self.readable else 0 for token in text[len(engine.text) :]]
+        unread = self._vocabulary.to_draft(np.array(text[len(engine.text) :], dtype=np.int64)).tolist()
         if len(unread) > NEW_TOKENS[-1]:
             engine.prefill(unread[: -NEW_TOKENS[0]])
             unread = unread[-NEW_TOKENS[0] :]

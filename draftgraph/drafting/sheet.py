@@ -1,8 +1,8 @@
 """All that is known about the next tokens at once: a row for each node that somebody proposed children for.
 
-A draft that grows on its device hands over all its levels together, so nothing has to be asked level by level: the
-opinions of all sources are pooled in one go, and the best nodes are those with the best products of chances. While the
-draft is at work, rows are made of what the memories alone say.
+A draft that grows on its device goes on without asking, so no level has to be decided on before the next. While it is
+at work rows are made of what the text alone says, then of every level as it arrives; opinions are pooled when only the
+last levels are missing, and the best nodes are those with the best products of chances.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Opinions:
         self.chances = np.zeros((ROWS, columns))
 
     def reserve(self, rows: int) -> None:
-        if rows > len(self.tokens):
+        while rows > len(self.tokens):
             self.tokens, self.chances = (np.concatenate([part, part]) for part in (self.tokens, self.chances))
 
     def side_by_side(self, first: int, last: int) -> tuple[Ints, Floats]:
@@ -54,7 +54,6 @@ class Sheet:
         self, copied: SuffixProposer, recycled: RecycleProposer, calibration: Calibration, config: GraphConfig
     ) -> None:
         self.copied, self.recycled, self.calibration, self.config = copied, recycled, calibration, config
-        self.width = 2 * CHOICES + config.k
         counts = (config.k, CHOICES, CHOICES)
         ends = np.cumsum(counts)
         self.columns = {source: slice(end - count, end) for source, end, count in zip(ORDER, ends, counts, strict=True)}

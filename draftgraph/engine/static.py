@@ -185,7 +185,9 @@ class StaticEngine:
             return self.forward(tokens, depths, bits[:, : before + len(tokens)].astype(bool))
         recorded.run.wait()
         fill(recorded.data, tokens, positions, ancestors, length, before, self.capacity)
-        self._hand_over_moves(recorded.data)
+        if len(self._moves) > MOVES:
+            self._settle()
+        hand_over(recorded.data, self._moves, self.capacity)
         logits = recorded.run()
         self._moves = []
         self._scratch_positions = positions
@@ -238,14 +240,6 @@ class StaticEngine:
         self.widest = width // 2
         notice(f"no GPU memory for passes of {width} nodes: going on with {self.widest} at most")
 
-    def _hand_over_moves(self, data: PassData) -> None:
-        """Places that nothing is moved to copy the last slot onto itself."""
-        if len(self._moves) > MOVES:
-            self._settle()
-        for name, column in (("moved_from", 0), ("moved_to", 1)):
-            data.host[name][:] = self.capacity - 1
-            data.host[name][: len(self._moves)] = [move[column] for move in self._moves]
-
     def _settle(self) -> None:
         """Moves now, where no pass follows that could."""
         if self._moves:
@@ -275,9 +269,7 @@ class StaticEngine:
         data.host["slots"][:] = np.arange(
             self.capacity - width, self.capacity
         )  # recording must not write over the text
-        self._moves, moves = [], self._moves
-        self._hand_over_moves(data)
-        self._moves = moves
+        hand_over(data, [], self.capacity)
         ranked = host_memory((width, 2, min(KEPT, self._columns)), torch.float64, self.device)
 
         def compute() -> Tensor:
@@ -351,3 +343,10 @@ def fill(
     seen = host["ancestors"].reshape(data.width, data.words)
     seen[:count], seen[count:] = ancestors, ancestors[0]
     host["scratch_positions"][: len(positions)] = positions
+
+
+def hand_over(data: PassData, moves: list[tuple[int, int]], capacity: int) -> None:
+    """Moves of accepted nodes; places that nothing is moved to copy the last slot onto itself."""
+    for name, column in (("moved_from", 0), ("moved_to", 1)):
+        data.host[name][:] = capacity - 1
+        data.host[name][: len(moves)] = [move[column] for move in moves]
