@@ -89,8 +89,9 @@ class Program:
             part()
 
     def wait(self) -> None:
-        for part in self._running:
-            part.wait()
+        """The parts run one after the other."""
+        if self._running:
+            self._running[-1].wait()
 
     def arriving(self) -> Iterator[DraftedNodes]:
         """The nodes that each level expanded, first the root, and their children: as soon as they are here."""
