@@ -66,8 +66,15 @@ def nodes_worth_checking(tree: TokenTree, cost: CostModel, spent: float = 0.0) -
     """How many of a tree's nodes, best first, give the most expected tokens for their cost and what was spent; of
     those that give nearly as many the most, if it beats plain decoding: a step also costs what no price tells."""
     expected = tree.scores.cumsum()  # the root's token is certain: it counts for the one that the target adds
-    rates = expected / (spent + cost.of_pass(np.arange(1, len(tree) + 1)))
+    prices: Any = cost
+    rates = expected / (spent + _of_passes(prices, 1 << (len(tree) - 1).bit_length())[: len(tree)])
     return int((rates >= max(NEARLY * rates.max(), rates[0])).nonzero()[0][-1]) + 1
+
+
+@lru_cache(256)
+def _of_passes(cost: Any, most: int) -> Any:
+    """Over one node, two nodes, and so on."""
+    return cost.of_pass(np.arange(1, most + 1))
 
 
 class HitRate:

@@ -68,6 +68,7 @@ class Decoding:
         sample = row % (request.config.num_return_sequences or 1)
         self.noise = KeyedNoise(seed, sample) if request.samples else None
         self.draft = decoder.draft_proposer(self.config, request.eos_ids) if config.drafts else None
+        self._engines: list[Engine] = [self.target, *([self.draft.engine] if self.draft else [])]
         self.chooser = self._chooser()
         self.sampling = self.chooser.sampling
         self.sources = self._sources()
@@ -99,16 +100,16 @@ class Decoding:
     def _prefill(self, reuse_cache: bool) -> None:
         """Both models read the text but for its last token, which is the first root."""
         chunk = self.request.config.prefill_chunk_size
-        engines = [self.target, *([self.draft.engine] if self.draft else [])]
         with self.loan, self._stats.clock("prefill"):
-            for engine in engines:
+            for engine in self._engines:
                 engine.begin(len(self.text), reuse_cache)
                 engine.reserve(self.request.max_length + self.config.nodes)
             self.target.rewind(common_prefix(self.target.text, self.text[:-1]))
             self.target.prefill(self.text[len(self.target.text) : -1], chunk, self.text[-1])
             if self.draft is not None:
                 self.draft.catch_up(self.text, chunk)
-            self.grower.draft_ahead(self.text, self._depth_limit(), self.cost)
+            self.grower.plan(self.cost)
+            self.grower.draft_ahead(self.text, self._depth_limit())
             self.grower.remember(self.text, self._depth_limit())
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -163,7 +164,7 @@ class Decoding:
         self._news = News(step, grown, chosen.visited)
         if self.finish_reason is None:
             depth = self._depth_limit()
-            self.grower.draft_ahead(self.text, depth, self.cost)
+            self.grower.draft_ahead(self.text, depth)
             if self.sources.recycled is not None and scored.ranking is not None:
                 self.sources.recycled.learn(self.text, step.position, tree, chosen.path, scored.ranking)
             self.grower.remember(self.text, depth)
@@ -186,6 +187,7 @@ class Decoding:
         if self.draft is not None:
             self._stats.draft_passes, self._stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
             self.decoder.hits.count(step)
+            self.grower.plan(self.cost)
         if self.decoder.observer is not None:
             self.decoder.observer(step)
 
@@ -197,10 +199,11 @@ class Decoding:
 
     def _depth_limit(self) -> int:
         """No deeper than the text may still grow, nor across a change of the rotary embedding."""
-        engines: list[Engine] = [self.target, *([self.draft.engine] if self.draft else [])]
-        limits = [engine.depth_limit(len(self.text) - 1) for engine in engines]
-        remaining = self.request.max_length - self.prefix.length - 1
-        return max(0, min([remaining, *(limit for limit in limits if limit is not None)]))
+        deepest = self.request.max_length - self.prefix.length - 1
+        for engine in self._engines:
+            limit = engine.depth_limit(len(self.text) - 1)
+            deepest = deepest if limit is None else min(deepest, limit)
+        return max(0, deepest)
 
     @property
     def prices(self) -> str | None:

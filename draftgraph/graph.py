@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from draftgraph.compiled.passes import WORD, ancestor_bits
 from draftgraph.config import GraphConfig
 
 Source = Literal["root", "draft", "merged", "copied", "recycled"]
@@ -23,7 +24,6 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 ROOT = 0
-WORD = 64  # bits of a number
 NO_TOKEN = -1  # fills proposals that have fewer than k children
 
 
@@ -55,13 +55,7 @@ class TokenTree:
 
     def ancestors(self, words: int) -> Ints:
         """The same as bits, WORD of them in a number. # [nodes, words]"""
-        seen = [1]
-        for node, parent in enumerate(self.parents[1:].tolist(), start=1):
-            seen.append(seen[parent] | 1 << node)
-        if words == 1:
-            return np.array(seen, dtype="<u8").view("<i8")[:, None]
-        parts = [bits.to_bytes(words * WORD // 8, "little") for bits in seen]
-        return np.frombuffer(b"".join(parts), dtype="<i8").reshape(len(seen), words)
+        return ancestor_bits(self.parents, words)
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:

@@ -13,7 +13,6 @@ from draftgraph.engine.best import best_logits
 from draftgraph.graph import Floats, Ints
 
 KEPT = 16  # tokens of a node; noise may put any of them first
-HUGE = 1e30  # for logits that are no numbers
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,11 @@ class Ranking:
 
     @classmethod
     def of(cls, logits: Tensor, kept: int = KEPT) -> Ranking:
-        return cls.read(packed(logits, kept))
+        return cls.read(packed(logits, kept).cpu().numpy())
 
     @classmethod
-    def read(cls, packed: Tensor) -> Ranking:
-        """Waits for the device."""
-        found = packed.cpu().numpy()
-        return cls(found[:, 0].astype(np.int64), found[:, 1].copy())
+    def read(cls, packed: Floats) -> Ranking:
+        return cls(packed[:, 0].astype(np.int64), packed[:, 1].copy())
 
     def best(self, node: int, logits: Tensor) -> int:
         """The argmax of a node: of equals the first, of which `topk` may have kept another."""
@@ -45,11 +42,6 @@ class Ranking:
     def finite(self, nodes: list[int]) -> bool:
         """Whether these nodes have a best token at all."""
         return all(isfinite(self.logits[node, 0]) for node in nodes)
-
-    @property
-    def usable(self) -> Floats:
-        """Logits that can be compared and subtracted, whatever the model said."""
-        return np.nan_to_num(self.logits, nan=-HUGE, posinf=HUGE, neginf=-HUGE)
 
 
 def packed(logits: Tensor, kept: int = KEPT) -> Tensor:

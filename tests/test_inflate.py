@@ -350,7 +350,7 @@ def test_on_cuda_the_large_model_takes_the_memory_of_its_weights_alone() -> None
     large = inflate(small, Shape(2048, 4096, 6, 16))
     weights = sum(weight.numel() * weight.itemsize for weight in large.parameters())
     assert torch.cuda.max_memory_allocated() - before < 1.01 * weights
-    assert distance(large, small) < 0.1
+    assert distance(large.float(), small.float()) < 0.05  # half precision rounds the scaled weights
 
 
 @pytest.mark.model

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, GraphDecoder, TokenGraph, TokenTree
 from draftgraph.choose import DraftNoise
+from draftgraph.compiled.rankings import LONGEST, context_of, gumbel
 from draftgraph.cost import FlatCost
 from draftgraph.drafting import grow
-from draftgraph.drafting.recycle import ALTERNATIVES, CONTEXTS, RankingMemory, RecycleProposer
+from draftgraph.drafting.recycle import ALTERNATIVES, RankingMemory, RecycleProposer
 from draftgraph.graph import NO_TOKEN, ROOT
 from draftgraph.noise import CHOICE, KeyedNoise
 from draftgraph.ranking import Ranking
@@ -36,14 +37,19 @@ def ranking_of(*rows: list[int]) -> Ranking:
     return Ranking(tokens, np.tile(-np.log(2.0) * np.arange(tokens.shape[1]), (len(rows), 1)))
 
 
+def keep(memory: RankingMemory, contexts: list[tuple[int, ...]], ranking: Ranking) -> None:
+    numbers = np.array([context_of(np.array(context)) for context in contexts])
+    memory.keep(numbers, np.array([len(context) for context in contexts]), ranking, range(len(contexts)))
+
+
 def best_behind(memory: RankingMemory, *context: int) -> int | None:
     found = memory.find(context)
-    return None if found is None else int(memory.ranking([found[0]]).tokens[0, 0])
+    return None if found is None else int(memory.known.tokens[found[0], 0])
 
 
 def test_the_longest_context_wins() -> None:
     memory = RankingMemory()
-    memory.keep([(1, 2, 3), (9, 2, 3), (9, 9, 3)], ranking_of([10, 0], [20, 0], [30, 0]))
+    keep(memory, [(1, 2, 3), (9, 2, 3), (9, 9, 3)], ranking_of([10, 0], [20, 0], [30, 0]))
     assert memory.find((1, 2, 3)) is not None
     assert best_behind(memory, 1, 2, 3) == 10
     assert best_behind(memory, 7, 2, 3) == 20
@@ -54,24 +60,24 @@ def test_the_longest_context_wins() -> None:
 
 def test_the_newest_wins() -> None:
     memory = RankingMemory()
-    memory.keep([(1, 2, 3)], ranking_of([10, 0]))
-    memory.keep([(1, 2, 3)], ranking_of([11, 0]))
+    keep(memory, [(1, 2, 3)], ranking_of([10, 0]))
+    keep(memory, [(1, 2, 3)], ranking_of([11, 0]))
     assert best_behind(memory, 1, 2, 3) == 11
 
 
 def test_the_oldest_is_forgotten_when_the_memory_is_full() -> None:
     memory = RankingMemory(rows=4)
     for token in range(50):
-        memory.keep([(100 + token, 200 + token, 300 + token)], ranking_of([token, 0]))
-    assert len(memory) == 4 * len(CONTEXTS)
+        keep(memory, [(100 + token, 200 + token, 300 + token)], ranking_of([token, 0]))
+    assert len(memory) == 4 * LONGEST
     assert best_behind(memory, 345) is None
     assert [best_behind(memory, 300 + token) for token in range(46, 50)] == [46, 47, 48, 49]
 
 
 def test_a_context_that_was_renewed_outlives_its_first_row() -> None:
     memory = RankingMemory(rows=2)
-    memory.keep([(1, 1, 7), (2, 2, 7)], ranking_of([10, 0], [20, 0]))
-    memory.keep([(3, 3, 8)], ranking_of([30, 0]))  # over the first row, whose one-token context is not its own any more
+    keep(memory, [(1, 1, 7), (2, 2, 7)], ranking_of([10, 0], [20, 0]))
+    keep(memory, [(3, 3, 8)], ranking_of([30, 0]))  # over the first row: its one-token context is another's now
     assert best_behind(memory, 1, 1, 7) == 20
     assert best_behind(memory, 7) == 20
 
@@ -84,9 +90,9 @@ def test_the_memory_is_a_search_through_what_was_kept(kept: list[tuple[Any, int]
     rows = 8
     memory = RankingMemory(rows)
     for context, token in kept:
-        memory.keep([context], ranking_of([token, 0]))
+        keep(memory, [context], ranking_of([token, 0]))
     expected = None
-    for length in sorted(CONTEXTS):
+    for length in range(1, LONGEST + 1):
         for context, token in kept[-rows:]:
             if context[-length:] == wanted[-length:]:
                 expected = token
@@ -175,6 +181,9 @@ def test_the_noise_of_a_few_tokens_is_that_of_their_row() -> None:
     for row, position in enumerate((6, 70)):
         whole = noise.gumbel(position, 1000, torch.device("cpu"), CHOICE).numpy()
         assert found[row].tolist() == whole[tokens[row]].tolist()
+        key = np.uint64(noise.stream_key(CHOICE))
+        compiled = [gumbel(key, position, token) for token in tokens[row].tolist()]
+        assert compiled == pytest.approx(found[row].tolist(), rel=1e-12)
 
 
 def test_a_ranking_is_the_best_of_the_logits() -> None:

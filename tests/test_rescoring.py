@@ -22,7 +22,7 @@ from scipy.stats import binom
 from draftgraph import GraphConfig
 from draftgraph.bench import bench_run, speed
 from draftgraph.bench.gaps import Gaps, Rescored, as_good_as, luck, within
-from draftgraph.bench.rescoring import can_rescore, float32_logits, rescored
+from draftgraph.bench.rescoring import can_rescore, exact_products, float32_logits, rescored
 from draftgraph.bench.runs import FILE, Place, Record, of_kind, read_records
 from draftgraph.bench.speed import Deadline
 from draftgraph.bench.speed_report import SpeedReport
@@ -148,7 +148,7 @@ def check_float32_logits(family: str, dtype: torch.dtype, device: str) -> None:
     kept = {name: (value.data_ptr(), value.dtype) for name, value in model.state_dict().items()}
     found = float32_logits(model, ids[:, :10], ids[0, 10:].tolist())
     assert kept == {name: (value.data_ptr(), value.dtype) for name, value in model.state_dict().items()}
-    with torch.no_grad():
+    with torch.no_grad(), exact_products():
         expected = copy.deepcopy(model).float()(input_ids=ids, use_cache=False).logits[0, 9:-1]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 

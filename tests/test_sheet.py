@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, TokenTree
+from draftgraph.compiled.selecting import MERGED, aliases_in, merge
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DraftedNodes
-from draftgraph.drafting.merging import merged
 from draftgraph.drafting.recycle import RecycleProposer
-from draftgraph.drafting.sheet import Sheet
+from draftgraph.drafting.sheet import Sheet, tree_of
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.ranking import Ranking
 
@@ -32,8 +34,11 @@ def begin(sheet: Sheet, text: list[int], max_depth: int = 8, ends: frozenset[int
 
 
 def add(sheet: Sheet, drafted: DraftedNodes) -> None:
-    for row, node in enumerate(drafted.nodes):
-        sheet.add(DraftedNodes(drafted.tokens[row : row + 1], drafted.probs[row : row + 1], [node]))
+    """As a draft reports it, a row at a time."""
+    with np.errstate(divide="ignore"):
+        report = np.concatenate([drafted.tokens, np.log(drafted.probs), np.array(drafted.nodes)[:, None]], axis=1)
+    for row in range(len(report)):
+        sheet.add(report[row : row + 1])
 
 
 def grown(levels: int, width: int, k: int, seed: int = 0, tokens: int = 1000) -> DraftedNodes:
@@ -93,12 +98,13 @@ def test_the_best_paths_of_a_draft_are_chosen(seed: int) -> None:
     expected = sorted(possible, key=lambda path: -possible[path])[:31]
     assert len(set(expected) & set(found)) >= 29
     assert tree.depths.tolist() == [len(path) for path in found]
+    assert tree.nodes.tolist() == list(range(32))  # nothing is merged: each is its own
 
 
 def test_limits_hold() -> None:
     drafted = grown(6, 4, 4)
     sheet = sheet_for([7, 8, 9], GraphConfig(k=2, max_nodes=64), max_depth=3)
-    add(sheet, DraftedNodes(drafted.tokens[:, :2], drafted.probs[:, :2], [-1]))
+    add(sheet, DraftedNodes(drafted.tokens[:1, :2], drafted.probs[:1, :2], [-1]))
     tree = sheet.select(0.0).tree
     assert np.bincount(tree.parents[1:]).max() <= 2
     sheet = sheet_for([7, 8, 9], max_depth=3)
@@ -176,27 +182,64 @@ def test_the_graph_says_what_the_tree_says() -> None:
     assert graph.drafted and 0 in graph.drafted
 
 
-def tree_of(tokens: list[int], parents: list[int], scores: list[float]) -> TokenTree:
+def nodes_of(tokens: list[int], parents: list[int]) -> Any:
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    sources: Any = ["root", *["draft"] * (len(tokens) - 1)]
-    return TokenTree(
-        np.array(tokens), np.array(parents), np.array(depths), np.arange(len(tokens)), np.array(scores), sources
-    )
+    return np.array([tokens, parents, depths, range(len(tokens)), [0, *[1] * (len(tokens) - 1)]])
 
 
 def test_a_leaf_borrows_what_follows_the_same_tokens() -> None:
     #   1 - 2 - 3 - 4    and    1 - 5 - 2 - 3: behind the second "2 3" stands "4" too
-    tree = tree_of([1, 2, 3, 4, 5, 2, 3], [-1, 0, 1, 2, 0, 4, 5], [1.0, 0.5, 0.4, 0.3, 0.4, 0.35, 0.32])
-    found = merged(tree, 2, 8, 64)
-    assert found.aliases == {6: 2}
-    assert paths_of(found.tree)[5, 2, 3, 4] == pytest.approx(0.32 * 0.3 / 0.4)
-    assert found.tree.sources[-1] == "merged" and found.tree.nodes[-1] == 3
-    assert len(merged(tree, 2, 3, 64).tree) == 7  # too deep
-    assert len(merged(tree, 2, 8, 7).tree) == 7  # no room
+    nodes = nodes_of([1, 2, 3, 5, 2, 3, 4], [-1, 0, 1, 0, 3, 4, 2])
+    scores = np.array([1.0, 0.5, 0.4, 0.4, 0.35, 0.32, 0.3])
+    aliases = aliases_in(nodes[1], nodes[0], 2)
+    assert aliases.tolist() == [0, 1, 2, 3, 4, 2, 6]
+    tree = tree_of(*merge(nodes, scores, aliases, 8, 64))
+    assert paths_of(tree)[5, 2, 3, 4] == pytest.approx(0.32 * 0.3 / 0.4)
+    assert (
+        tree.sources[-1] == "merged"
+        and tree.nodes[-1] == 6
+        and list(paths_of(tree))[:7] == list(paths_of(tree_of(nodes, scores)))
+    )
+    for max_depth, max_nodes in ((3, 64), (8, 7)):  # too deep, no room
+        same = merge(nodes, scores, aliases, max_depth, max_nodes)
+        assert same[0].tolist() == nodes.tolist() and same[1].tolist() == scores.tolist()
 
 
 def test_nothing_is_merged_that_would_close_a_cycle() -> None:
-    tree = tree_of([1, 2, 1, 2], [-1, 0, 1, 2], [1.0, 0.9, 0.8, 0.7])
-    assert not merged(tree, 2, 8, 64).aliases and merged(tree, 2, 8, 64).tree is tree
+    nodes = nodes_of([1, 2, 1, 2], [-1, 0, 1, 2])
+    assert aliases_in(nodes[1], nodes[0], 2).tolist() == [0, 1, 2, 3]
+
+
+@given(st.data())
+def test_borrowed_nodes_are_the_best_of_all_that_could_be_borrowed(data: Any) -> None:
+    """Against a search that unrolls everything first."""
+    count = data.draw(st.integers(2, 14))
+    parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, count))]
+    tokens = [data.draw(st.integers(0, 3)) for _ in range(count)]
+    scores = [1.0]
+    for parent in parents[1:]:
+        scores.append(scores[parent] * data.draw(st.floats(0.1, 0.95)))
+    order = sorted(range(count), key=lambda node: (-scores[node], node))
+    place = {node: here for here, node in enumerate(order)}
+    nodes = nodes_of([tokens[node] for node in order], [place.get(parents[node], -1) for node in order])
+    best = np.array([scores[node] for node in order])
+    aliases = aliases_in(nodes[1], nodes[0], 2)
+    max_depth, max_nodes = 6, data.draw(st.integers(count, 30))
+    unrolled: list[tuple[float, tuple[int, ...]]] = []
+
+    def walk(node: int, path: tuple[int, ...], score: float) -> None:
+        unrolled.append((score, path))
+        if len(path) < max_depth or (node in nodes[1] and aliases[node] == node and len(path) == nodes[2, node]):
+            lender = aliases[node]
+            for child in np.flatnonzero(nodes[1] == lender).tolist():
+                walk(child, (*path, int(nodes[0, child])), score * float(best[child] / best[lender]))
+
+    walk(0, (), 1.0)
+    whole, gained = merge(nodes, best, aliases, max_depth, max_nodes)
+    expected = sorted((score for score, _ in unrolled), reverse=True)[:max_nodes]
+    assert gained.tolist() == pytest.approx(expected)
+    assert (whole[1, 1:] < np.arange(1, whole.shape[1])).all()
+    borrowed = whole[4] == MERGED
+    assert (whole[2, borrowed] <= max_depth).all()

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, GraphDecoder, TokenGraph
+from draftgraph.compiled.automaton import EMPTY, continuations
 from draftgraph.cost import FlatCost
 from draftgraph.drafting import grow
-from draftgraph.drafting.suffix import EMPTY, SuffixAutomaton, SuffixProposer
+from draftgraph.drafting.suffix import SuffixAutomaton, SuffixProposer
 from draftgraph.graph import NO_TOKEN, ROOT
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -21,7 +22,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 def automaton_of(text: list[int]) -> SuffixAutomaton:
     automaton = SuffixAutomaton()
     for token in text:
-        automaton.append(token)
+        automaton.extend([token])
     return automaton
 
 
@@ -37,25 +38,27 @@ def longest_earlier_suffix(text: list[int]) -> int:
 @given(texts)
 def test_the_longest_earlier_suffix_is_found(text: list[int]) -> None:
     automaton = automaton_of(text)
-    assert automaton.length[automaton.link[automaton.last]] == longest_earlier_suffix(text)
+    assert automaton.earlier[1] == longest_earlier_suffix(text)
 
 
 @given(texts, texts)
 def test_a_path_is_followed_by_its_longest_suffix_in_the_text(text: list[int], path: list[int]) -> None:
     automaton = automaton_of(text)
-    state, matched = EMPTY, 0
+    match = EMPTY, 0
     for end, token in enumerate(path, start=1):
-        state, matched = automaton.follow(state, matched, token)
+        match = automaton.follow(match, token)
         suffixes = (path[end - length : end] for length in range(end, 0, -1))
         known = (len(s) for s in suffixes if any(text[i : i + len(s)] == s for i in range(len(text) - len(s) + 1)))
-        assert matched == next(known, 0)
+        assert match[1] == next(known, 0)
 
 
 @given(texts)
 def test_continuations_are_what_followed_in_the_text(text: list[int]) -> None:
     automaton = automaton_of(text)
-    state = automaton.link[automaton.last]
-    for token, matched in automaton.continuations(state, automaton.length[state], 4):
+    tokens, lengths = np.empty((2, 4), dtype=np.int64)
+    count = continuations(automaton.known, *automaton.earlier, tokens, lengths)
+    assert len(set(tokens[:count].tolist())) == count and (np.diff(lengths[:count]) <= 0).all()
+    for token, matched in zip(tokens[:count].tolist(), lengths[:count].tolist(), strict=True):
         suffix = [*text[len(text) - matched :], token]
         assert any(text[i : i + len(suffix)] == suffix for i in range(len(text)))
 
@@ -65,17 +68,20 @@ def test_the_index_grows_by_a_constant_number_of_states_per_token(tokens: int) -
     rng = np.random.default_rng(0)
     text = rng.integers(0, tokens, 20_000).tolist()
     automaton = automaton_of(text)
-    assert len(automaton.length) <= 2 * len(text)
-    assert sum(map(len, automaton.next)) <= 3 * len(text)
+    counts = automaton.known.counts[0]
+    assert counts["states"] <= 2 * len(text) and counts["edges"] <= 3 * len(text)
+    whole = SuffixAutomaton()
+    whole.extend(text)
+    for known, same in zip(automaton.known[:2], whole.known[:2], strict=True):
+        assert known[: counts["states"]].tolist() == same[: counts["states"]].tolist()
 
 
 def test_the_index_reads_only_what_is_new() -> None:
     proposer = SuffixProposer(k=2)
-    appended: list[int] = []
-    proposer._automaton.append = appended.append  # type: ignore[method-assign]
     proposer.begin([1, 2, 3])
-    proposer.begin([1, 2, 3, 4, 5])
-    assert appended == [1, 2, 3, 4, 5]
+    proposer.begin([9, 9, 9, 4, 5])  # what is known is not looked at again
+    assert proposer.automaton.tokens == 5
+    assert proposer.automaton.follow(proposer.automaton.follow((EMPTY, 0), 3), 4)[1] == 2
 
 
 def test_the_newest_continuation_comes_first() -> None:

@@ -9,6 +9,7 @@ from draftgraph.graph import Bools, Floats, Source
 EDGES = np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98])  # of bins
 KNOTS = (np.array([0.0, *EDGES]) + np.array([*EDGES, 1.0])) / 2  # the middle of each bin
 PLACES = np.array([0.0, *KNOTS, 1.0])  # where the curve through them is known
+ORDER: tuple[Source, ...] = ("draft", "copied", "recycled")  # who has named a token that several name
 PRIOR = 5.0  # acceptances, as many as estimated, that a bin starts with
 WINDOW = 500.0  # outcomes that a bin remembers
 
@@ -22,6 +23,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self._tables: dict[Source, Table] = {}
+        self.curves = np.tile(PLACES, (len(ORDER), 1))  # through PLACES, by source
         self._news: list[tuple[Source, Floats, Bools]] = []
 
     def corrected(self, source: Source, estimates: Floats) -> Floats:
@@ -35,7 +37,9 @@ class Calibration:
     def learn(self) -> None:
         """Takes in what was observed: to be called when there is time."""
         for source, estimates, accepted in self._news:
-            self._tables.setdefault(source, Table()).observe(estimates, accepted)
+            table = self._tables.setdefault(source, Table())
+            table.observe(estimates, accepted)
+            self.curves[ORDER.index(source)] = table.curve
         self._news.clear()
 
 
@@ -44,11 +48,11 @@ class Table:
 
     def __init__(self) -> None:
         self._tried, self._expected, self._accepted = np.zeros((3, len(KNOTS)))
-        self._curve = PLACES.copy()
+        self.curve = PLACES.copy()
 
     def follow(self, estimates: Floats) -> Floats:
         """The curve's height at estimates, straight between the bins."""
-        heights: Floats = np.interp(estimates, PLACES, self._curve)
+        heights: Floats = np.interp(estimates, PLACES, self.curve)
         return heights
 
     def observe(self, estimates: Floats, accepted: Bools) -> None:
@@ -61,7 +65,7 @@ class Table:
             counts *= fading
         ratio = (self._accepted + PRIOR) / (self._expected + PRIOR)
         heights = never_falling(np.minimum(ratio * KNOTS, 1.0), self._tried + PRIOR)
-        self._curve = np.array([0.0, *heights, max(heights[-1], min(1.0, heights[-1] / KNOTS[-1]))])
+        self.curve = np.array([0.0, *heights, max(heights[-1], min(1.0, heights[-1] / KNOTS[-1]))])
 
 
 def never_falling(heights: Floats, weights: Floats) -> Floats:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.compiled.passes import WORD
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.best import best_tokens
 from draftgraph.engine.capture import Captured, host_memory
@@ -21,8 +22,8 @@ from draftgraph.engine.growth import Growth, steps_on
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.sampler import Sampling, SamplingData
 from draftgraph.engine.sampling import Warping, perturbed
-from draftgraph.engine.static import WIDTHS, PassData, StaticEngine
-from draftgraph.graph import NO_TOKEN, ROOT, WORD, Floats, Ints, Source, TokenGraph
+from draftgraph.engine.static import WIDTHS, PassData, StaticEngine, fill
+from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
 from draftgraph.models.cache import notice
 
 WIDTH = 8  # nodes that a level expands
@@ -69,6 +70,7 @@ class Program:
         self.noise = SamplingData(self.device)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._report = host_memory(self.growth.report.shape, self.growth.report.dtype, self.device)
+        self._told: Floats = self._report.numpy()
         self._readings: dict[int, tuple[PassData, Captured]] = {}  # by how many new tokens they can read
         self._levels: list[Captured] = []
         self._running: list[Captured] = []
@@ -93,19 +95,21 @@ class Program:
         if self._running:
             self._running[-1].wait()
 
-    def arriving(self) -> Iterator[DraftedNodes]:
-        """The nodes that each level expanded, first the root, and their children: as soon as they are here."""
-        first = 0
-        for part in self._running:
-            part.wait()
-            last = first + self.growth.width if first else 1
-            yield DraftedNodes.of(self._report[first:last].numpy())
-            first = last
+    def arriving(self) -> Iterator[Floats]:
+        """The rows of `Growth.report`, as soon as they are here: those of all levels but the last, then those."""
+        early = len(self._running) - 1
+        known = 0
+        if early:
+            self._running[early - 1].wait()
+            known = 1 + (early - 1) * self.growth.width
+            yield self._told[:known]
+        self._running[early].wait()
+        yield self._told[known : 1 + early * self.growth.width]
 
     def drafted(self) -> DraftedNodes:
         """All of it. Waits for the device."""
         self.wait()
-        return DraftedNodes.of(self._report[: 1 + (len(self._running) - 1) * self.growth.width].numpy())
+        return DraftedNodes.of(self._told[: 1 + (len(self._running) - 1) * self.growth.width])
 
     def _reading(self, width: int) -> tuple[PassData, Captured]:
         text, growth, engine = PassData(width, max(1, width // WORD), self.device), self.growth, self.draft.engine
@@ -150,15 +154,9 @@ class Program:
 
 def tell(text: PassData, unread: list[int], length: int, capacity: int) -> None:
     """New tokens behind a text of this length."""
-    count, width, host = len(unread), text.width, text.host
-    host["tokens"][:count], host["tokens"][count:] = unread, 0
-    host["positions"][:] = np.minimum(length + np.arange(width), length + count - 1)
-    host["slots"][:count] = np.arange(length, length + count)
-    host["slots"][count:] = np.arange(capacity - (width - count), capacity)
-    host["length"][:] = length
-    host["ancestors"][:] = causal_words(width, text.words)
-    host["scratch_positions"][:width] = length + np.arange(width)
-    host["last"][:] = count - 1
+    seen = causal_words(text.width, text.words)[: len(unread)]
+    fill(text, np.array(unread), np.arange(length, length + len(unread)), seen, length, 0, capacity)
+    text.host["last"][0] = len(unread) - 1
 
 
 class DeviceDraft:
@@ -233,7 +231,7 @@ class DeviceDraft:
             tokens[known], probs[known] = drafted.tokens[here], drafted.probs[here]
         return np.where(probs > 0, tokens, NO_TOKEN), probs
 
-    def arriving(self) -> Iterator[DraftedNodes]:
+    def arriving(self) -> Iterator[Floats]:
         """What was begun, level by level: see `Program.arriving`."""
         return iter(()) if self._started is None else self._started.arriving()
 
@@ -282,8 +280,4 @@ def causal_words(width: int, words: int) -> Ints:
     """Every token sees those before it and itself."""
     bits = np.zeros((width, words * WORD), dtype=bool)
     bits[:, :width] = np.tri(width, dtype=bool)
-    return packed(bits).ravel()
-
-
-def packed(bits: Any) -> Ints:
     return np.packbits(bits, axis=-1, bitorder="little").view("<i8")

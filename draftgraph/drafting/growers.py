@@ -19,8 +19,6 @@ from draftgraph.drafting.sheet import Selection, Sheet
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.graph import TokenGraph, TokenTree
 
-LATE = 2  # levels of a draft: while it is at work on them, the opinions about the others are pooled
-
 
 @dataclass
 class Sources:
@@ -65,7 +63,10 @@ class Grown(Protocol):
 class Grower(Protocol):
     """Grows the tree of one step after another."""
 
-    def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
+    def plan(self, cost: CostModel) -> None:
+        """How far is the draft to go in the next step? May be asked while the target is at work."""
+
+    def draft_ahead(self, text: list[int], depth: int) -> None:
         """The next step starts at the end of this text, and may reach so deep. A draft on a device sets off at once."""
 
     def remember(self, text: list[int], depth: int) -> None:
@@ -76,6 +77,41 @@ class Grower(Protocol):
 
     def commit(self, grown: Grown, path: list[int]) -> None:
         """The target accepted this path of the tree (the root left out); the text has not grown yet."""
+
+
+FIRST, CERTAIN = np.zeros(1, dtype=np.int64), np.ones(1)
+
+
+@dataclass(frozen=True)
+class Ungrown:
+    """The last token alone."""
+
+    tree: TokenTree
+    limits: Limits
+
+    def graph(self) -> TokenGraph:
+        return TokenGraph(int(self.tree.tokens[0]), self.limits.config, 0, self.limits.ends)
+
+    def settle(self, visited: list[int], chosen: list[int]) -> None:
+        """Nothing was foretold."""
+
+
+class PlainGrower:
+    """Nobody proposes anything."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def plan(self, cost: CostModel) -> None: ...
+
+    def draft_ahead(self, text: list[int], depth: int) -> None: ...
+
+    def remember(self, text: list[int], depth: int) -> None: ...
+
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> Ungrown:
+        return Ungrown(TokenTree(np.array(text[-1:]), FIRST - 1, FIRST, FIRST, CERTAIN, ["root"]), self.limits)
+
+    def commit(self, grown: Grown, path: list[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +135,10 @@ class LevelGrower:
         self.sources, self.limits = sources, limits
         self.pool = Pool(limits.config.k, limits.calibration)
 
-    def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
+    def plan(self, cost: CostModel) -> None:
+        """That is decided level by level."""
+
+    def draft_ahead(self, text: list[int], depth: int) -> None:
         draft = self.sources.draft
         if isinstance(draft, DeviceDraft):
             draft.levels = min(self.limits.config.levels, depth)
@@ -134,11 +173,14 @@ class SheetGrower:
 
     def __init__(self, draft: DeviceDraft, sheet: Sheet, limits: Limits) -> None:
         self.draft, self.sheet, self.limits = draft, sheet, limits
+        self._levels = 0  # planned
 
-    def draft_ahead(self, text: list[int], depth: int, cost: CostModel) -> None:
-        config, width = self.limits.config, self.draft.width
-        most = min(config.levels, depth)
-        self.draft.levels = levels_ahead(cost, most, width, self.limits.hits.rate, config.nodes)
+    def plan(self, cost: CostModel) -> None:
+        config = self.limits.config
+        self._levels = levels_ahead(cost, config.levels, self.draft.width, self.limits.hits.rate, config.nodes)
+
+    def draft_ahead(self, text: list[int], depth: int) -> None:
+        self.draft.levels = min(self._levels, depth)
         self.draft.begin(text)
 
     def remember(self, text: list[int], depth: int) -> None:
@@ -149,10 +191,8 @@ class SheetGrower:
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Selection:
         spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
         floor = cost.floor()
-        for number, level in enumerate(self.draft.arriving()):
+        for level in self.draft.arriving():
             self.sheet.add(level)
-            if number == max(self.draft.levels - LATE - 1, 0):
-                self.sheet.pool()
         selection = self.sheet.select(floor)
         return selection.first(nodes_worth_checking(selection.tree, cost, spent))
 
@@ -164,4 +204,6 @@ def grower_for(sources: Sources, limits: Limits) -> Grower:
     draft, copied, recycled = sources.draft, sources.copied, sources.recycled
     if isinstance(draft, DeviceDraft) and copied is not None and recycled is not None:
         return SheetGrower(draft, Sheet(copied, recycled, limits.calibration, limits.config), limits)
+    if not sources.all:
+        return PlainGrower(limits)
     return LevelGrower(sources, limits)

@@ -12,15 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftgraph.drafting.calibration import Calibration
+from draftgraph.compiled.opinions import REST, SILENCE, UNNAMED, WEIGHT
+from draftgraph.drafting.calibration import ORDER, Calibration
 from draftgraph.graph import NO_TOKEN, Floats, Ints, Source, TokenGraph, TokenTree
-
-ORDER: tuple[Source, ...] = ("draft", "copied", "recycled")  # who has named a token that several name
-WEIGHT = 0.45  # of what other sources say, that of a draft being 1
-SILENCE = 0.01  # what a source says of a token that it does not name
-UNNAMED = 0.01  # and a draft
-REST = 0.01  # what at least is left for tokens that nobody names
-
 
 Weighed = dict[int, tuple[Ints, Floats]]  # graph node -> every token that was named there, once, and its estimate
 
@@ -133,13 +127,6 @@ def weighed(drafted: Ints, probs: Floats, named: Ints, said: Floats) -> tuple[Fl
     total = believed.sum(axis=0) + unnamed.sum(axis=0) + np.maximum(1.0 - certain, REST)
     without = said * alone / np.maximum((said * alone).sum(axis=0), 1.0)
     return believed / total, np.where(certain > 0, unnamed / total, without)
-
-
-def weighed_alone(probs: Floats) -> Floats:
-    """Chances of what a draft proposes where no memory says anything. # [k, nodes]"""
-    certain = probs.sum(axis=0)
-    chances: Floats = probs / (certain + np.maximum(1.0 - certain, REST))
-    return chances
 
 
 def revise(graph: TokenGraph, node: int, tokens: Ints, chances: Floats) -> None:

@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from draftgraph.compiled.passes import WORD
 from draftgraph.engine.attention import SLIDING, layer_kinds
 from draftgraph.errors import UnsupportedModelError
-from draftgraph.graph import WORD
 
 NAME = "draftgraph_graph"
 UNKNOWN = ("position_bias", "indices", "block_indices")  # what only a mask or a model's own code could apply

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftgraph.compiled.passes import WORD
 from draftgraph.engine.graph_attention import GraphPass
-from draftgraph.graph import WORD
 
 
 @dataclass

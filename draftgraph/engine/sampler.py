@@ -26,10 +26,14 @@ class SamplingData:
     def __init__(self, device: torch.device) -> None:
         self._host = host_memory((4,), torch.float64, device)
         self._device = torch.zeros_like(self._host, device=device)
+        self._told: Sampling | None = None
         self.key = self._device[:1].view(torch.long)
         self.temperature, self.top_p, self.min_p = (self._device[place : place + 1] for place in (1, 2, 3))
 
     def tell(self, sampling: Sampling) -> None:
+        if sampling == self._told:
+            return
+        self._told = sampling
         warping = sampling.warping
         self._host[:1].view(torch.long).fill_(signed(sampling.key))
         self._host[1:].copy_(torch.tensor([warping.temperature, warping.top_p, warping.min_p], dtype=torch.float64))

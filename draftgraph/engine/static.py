@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.compiled import passes
+from draftgraph.compiled.passes import WORD
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured, host_memory
 from draftgraph.engine.fusing import Fusions
@@ -26,7 +28,7 @@ from draftgraph.engine.runner import PREFILL_CHUNK
 from draftgraph.engine.sampler import NodeSampler, Sampling
 from draftgraph.engine.static_cache import StaticCache
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
-from draftgraph.graph import WORD, Bools, Ints, TokenTree
+from draftgraph.graph import Bools, Floats, Ints, TokenTree
 from draftgraph.models.cache import notice
 from draftgraph.ranking import KEPT, Ranking, packed
 
@@ -80,7 +82,7 @@ class Pass:
 
     data: PassData
     run: Captured
-    ranked: Tensor  # of its last run, on the host: see `ranking.packed`
+    ranked: Floats  # of its last run, on the host: see `ranking.packed`
     samplers: dict[int, NodeSampler] = field(default_factory=dict)  # by top-k
 
 
@@ -279,7 +281,7 @@ class StaticEngine:
             ranked.copy_(packed(logits), non_blocking=True)
             return logits
 
-        self._passes[width, words] = Pass(data, Captured(compute, self.device, self._pool), ranked)
+        self._passes[width, words] = Pass(data, Captured(compute, self.device, self._pool), ranked.numpy())
         return self._passes[width, words]
 
     def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, graph: GraphPass) -> Tensor:
@@ -333,16 +335,10 @@ def words_for(nodes: int) -> int:
 def fill(
     data: PassData, tokens: Ints, positions: Ints, ancestors: Ints, length: int, before: int, capacity: int
 ) -> None:
-    """Nodes that only fill the pass up repeat the first one, and write where nothing is kept."""
-    count, idle, host = len(tokens), data.width - len(tokens), data.host
-    host["tokens"][:count], host["tokens"][count:] = tokens, tokens[0]
-    host["positions"][:count], host["positions"][count:] = positions[before:], positions[before]
-    host["slots"][:count] = np.arange(length + before, length + before + count)
-    host["slots"][count:] = np.arange(capacity - idle, capacity)
-    host["length"][:] = length
-    seen = host["ancestors"].reshape(data.width, data.words)
-    seen[:count], seen[count:] = ancestors, ancestors[0]
-    host["scratch_positions"][: len(positions)] = positions
+    host = data.host
+    parts = host["tokens"], host["positions"], host["slots"], host["ancestors"], host["scratch_positions"]
+    passes.fill(*parts, tokens, positions, ancestors, length, before, capacity)
+    host["length"][0] = length
 
 
 def hand_over(data: PassData, moves: list[tuple[int, int]], capacity: int) -> None:

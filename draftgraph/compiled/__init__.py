@@ -1,0 +1,39 @@
+"""Graph work that a device would wait for, as plain loops over arrays: machine code after the first call.
+
+What is compiled is kept on disk, for these very files: a change in one of them compiles all of them anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+from draftgraph.models.cache import cache_dir
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@cache
+def folder() -> Path:
+    """Of what was compiled of these files."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return cache_dir() / "compiled" / hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def compiled(function: Function) -> Function:
+    """Compiles a function when it is first called, unless that is known from before."""
+    settings: Any = numba.config
+    machine_code: Any = numba.njit(error_model="numpy")(function)
+    elsewhere, settings.CACHE_DIR = settings.CACHE_DIR, str(folder())
+    try:
+        machine_code.enable_caching()
+    except (RuntimeError, OSError):  # there is no place for it: only time is lost
+        pass
+    finally:
+        settings.CACHE_DIR = elsewhere
+    return machine_code  # type: ignore[no-any-return]

@@ -1,0 +1,81 @@
+"""What is said of the children of one node: pooled to one chance for each token. See `drafting.pool`.
+
+The first k columns of a row are the draft's, then come those of what was copied, then those of what was recycled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftgraph.compiled import compiled
+
+WEIGHT = 0.45  # of what other sources say, that of a draft being 1
+SILENCE = 0.01  # what a source says of a token that it does not name
+UNNAMED = 0.01  # and a draft
+REST = 0.01  # what at least is left for tokens that nobody names
+CHOICES = 4  # of each memory at a node
+NO_TOKEN = -1
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@compiled
+def pool(named: Ints, said: Floats, k: int, estimates: Floats) -> None:
+    """Of one row, every token once: what the draft names too is 0 among the others. # [columns] each"""
+    certain = said[:k].sum()  # 0 where no draft was asked
+    total, loud = max(1.0 - certain, REST), 0.0
+    estimates[:k], estimates[k:] = said[:k], 0.0
+    for column in range(k, len(named)):
+        if named[column] == NO_TOKEN:
+            continue
+        support = (max(said[column], SILENCE) / SILENCE) ** WEIGHT
+        same = find(named[:k], named[column])
+        if same == NO_TOKEN:
+            estimates[column] = UNNAMED * support
+            loud += said[column]
+        else:
+            estimates[same] = max(estimates[same], said[same] * support)
+    if certain > 0.0:
+        estimates /= total + estimates.sum()
+        return
+    for column in range(k, len(named)):
+        if estimates[column] > 0.0:
+            estimates[column] = said[column] / max(loud, 1.0)
+
+
+@compiled
+def find(tokens: Ints, token: int) -> int:
+    for place in range(len(tokens)):
+        if tokens[place] == token:
+            return place
+    return NO_TOKEN
+
+
+@compiled
+def correct(estimates: Floats, k: int, places: Floats, curves: Floats, chances: Floats) -> None:
+    """What estimates are worth, by the curve of each source through these places; k children at most."""
+    count = 0
+    for column in range(len(estimates)):
+        source = 0 if column < k else 1 + (column - k) // CHOICES
+        chances[column] = height(estimates[column], places, curves[source])
+        count += chances[column] > 0.0
+    if count <= k:
+        return
+    least = np.sort(chances)[-k]
+    for column in range(len(chances)):
+        if chances[column] < least:
+            chances[column] = 0.0
+
+
+@compiled
+def height(estimate: float, places: Floats, curve: Floats) -> float:
+    """Of a curve, straight between its places."""
+    if estimate <= 0.0:
+        return 0.0
+    right = 1
+    while right < len(places) - 1 and places[right] < estimate:
+        right += 1
+    share = (estimate - places[right - 1]) / (places[right] - places[right - 1])
+    return curve[right - 1] + min(share, 1.0) * (curve[right] - curve[right - 1])  # type: ignore[no-any-return]

@@ -1,0 +1,48 @@
+"""What a pass is told about its nodes, written where the device reads it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftgraph.compiled import compiled
+
+Ints = NDArray[np.int64]
+WORD = 64  # bits of a number
+
+
+@compiled
+def ancestor_bits(parents: Ints, words: int) -> Ints:
+    """A bit for each node's ancestors and itself, WORD of them in a number; parents come first. # [nodes, words]"""
+    bits = np.zeros((len(parents), words), dtype=np.int64)
+    for node in range(len(parents)):
+        if parents[node] >= 0:
+            bits[node] = bits[parents[node]]
+        bits[node, node // WORD] |= np.int64(1) << np.int64(node % WORD)
+    return bits
+
+
+@compiled
+def fill(
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    ancestors: Ints,
+    scratch_positions: Ints,
+    nodes: Ints,
+    places: Ints,
+    seen: Ints,
+    length: int,
+    before: int,
+    capacity: int,
+) -> None:
+    """The tokens of nodes, their positions behind those of the nodes before, and what they see. Nodes that only fill
+    the pass up repeat the first one, and write where nothing is kept."""
+    count, width, words = len(nodes), len(tokens), seen.shape[1]
+    for node in range(width):
+        same = node if node < count else 0
+        tokens[node], positions[node] = nodes[same], places[before + same]
+        slots[node] = length + before + node if node < count else capacity - width + node
+        for word in range(words):
+            ancestors[node * words + word] = seen[same, word]
+    scratch_positions[: len(places)] = places
