@@ -6,7 +6,8 @@
 An answer is timed on the clock of the wall, and every recorded computation that it replayed is then timed back to back
 on the device: what is left of the wall's time is waiting for the host. With --trace the same is read from a profile:
 what one call of the host set off (a recorded pass is one call) is one span of work, and what no span covers is waiting.
-A profiler slows the host down, so its share is an upper bound.
+A profiler slows the host down, so its share is an upper bound. Figures are those of the median step; means are beside
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -47,13 +50,19 @@ def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
     return sorted(calls.values())
 
 
-def waits_of(spans: list[Span]) -> list[float]:
-    """The gaps between them."""
-    waits, busy_until = [], spans[0][0]
+def waits_of(spans: list[Span]) -> list[tuple[float, float]]:
+    """Of each step, from one pass of the target (the longest spans) to the next: its length, and the gaps in it."""
+    longest = max(end - begin for begin, end in spans)
+    steps: list[tuple[float, float]] = []
+    started = waited = busy_until = 0.0
     for begin, end in spans:
-        waits.append(max(0.0, begin - busy_until))
+        waited += max(0.0, begin - busy_until) if started else 0.0
+        if end - begin > longest / 2:
+            if started:
+                steps.append((begin - started, waited))
+            started, waited = begin, 0.0
         busy_until = max(busy_until, end)
-    return [wait for wait in waits if wait > 0]
+    return steps
 
 
 def begun(pair: Pair, prompt: str, mode: str, new_tokens: int) -> Decoding:
@@ -71,37 +80,45 @@ def traced(decoding: Decoding, trace: Path) -> dict[str, float]:
             pass
         torch.cuda.synchronize()
     profiled.export_chrome_trace(str(trace))
-    spans, steps = spans_of(json.loads(trace.read_text())["traceEvents"]), decoding.stats.steps - 1
-    waits, whole = waits_of(spans), max(end for _, end in spans) - spans[0][0]
-    return {"profiled_step_ms": whole / steps / 1000, "profiled_waiting_share": sum(waits) / whole}
+    steps = waits_of(spans_of(json.loads(trace.read_text())["traceEvents"]))
+    return {
+        "profiled_step_ms": median(whole for whole, _ in steps) / 1000,
+        "profiled_waiting_share": median(waited / whole for whole, waited in steps),
+    }
 
 
 def timed(decoding: Decoding) -> dict[str, float]:
     """The rest of an answer, and what its replays take back to back."""
-    replays: Counter[Captured] = Counter()
+    replays: list[Counter[Captured]] = []
     call = Captured.__call__
 
     def counting(self: Captured) -> Any:
-        replays[self] += 1
+        replays[-1][self] += 1
         return call(self)
 
     Captured.__call__ = counting  # type: ignore[method-assign]
     try:
-        start = time.perf_counter()
+        clock = [time.perf_counter()]
+        replays.append(Counter())
         for _ in decoding:
-            pass
+            clock.append(time.perf_counter())
+            replays.append(Counter())
         torch.cuda.synchronize()
-        seconds, steps = time.perf_counter() - start, decoding.stats.steps - 1
     finally:
         Captured.__call__ = call  # type: ignore[method-assign]
-    busy = sum(count * back_to_back(computation) for computation, count in replays.items())
+    seconds = {computation: back_to_back(computation) for computation in set().union(*replays)}
+    walls = [end - start for start, end in pairwise(clock)]
+    busy = [sum(count * seconds[one] for one, count in step.items()) for step in replays]
+    waits = [wall - device for wall, device in zip(walls, busy, strict=False)]
     return {
-        "steps": steps,
-        "tokens_per_step": (decoding.stats.new_tokens - 1) / steps,
-        "step_ms": 1000 * seconds / steps,
-        "device_ms": 1000 * busy / steps,
-        "waiting_ms": 1000 * (seconds - busy) / steps,
-        "waiting_share": 1 - busy / seconds,
+        "steps": len(walls),
+        "tokens_per_step": (decoding.stats.new_tokens - 1) / len(walls),
+        "step_ms": 1000 * median(walls),
+        "mean_step_ms": 1000 * mean(walls),
+        "device_ms": 1000 * median(busy[: len(walls)]),
+        "waiting_ms": 1000 * median(waits),
+        "waiting_share": median(wait / wall for wait, wall in zip(waits, walls, strict=True)),
+        "mean_waiting_share": sum(waits) / sum(walls),
     }
 
 

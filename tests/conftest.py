@@ -15,6 +15,9 @@ from hypothesis import settings
 # Read by huggingface_hub when it is imported: a test that forgets its model fails at once, not after retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# One place for all tests, whatever cache each of them is given: compiling takes its time.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"))
+
 settings.register_profile("draftgraph", deadline=None)  # shared machines are slow at times
 settings.load_profile("draftgraph")
 

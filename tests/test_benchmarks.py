@@ -235,4 +235,5 @@ def test_what_one_call_set_off_is_one_span_and_gaps_between_spans_are_waiting():
     events = [kernel(1, 0.0, 4.0), kernel(1, 6.0, 4.0), kernel(2, 15.0, 5.0), {"cat": "cpu_op", "ts": 10.0, "dur": 9.0}]
     spans = host_share.spans_of(events)
     assert spans == [(0.0, 10.0), (15.0, 20.0)]
-    assert host_share.waits_of(spans) == [5.0]
+    steps = [(0.0, 100.0), (110.0, 120.0), (119.0, 130.0), (135.0, 230.0), (230.0, 240.0), (245.0, 345.0)]
+    assert host_share.waits_of(steps) == [(135.0, 15.0), (110.0, 5.0)]  # lengths of two steps, and the gaps in them

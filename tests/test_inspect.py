@@ -20,7 +20,7 @@ from draftgraph.errors import UsageError
 from draftgraph.graph import ROOT, Source, TokenGraph
 from draftgraph.inspect import GraphReport, Panel, side_by_side_svg
 from draftgraph.inspect.layout import HEIGHT, layered
-from draftgraph.inspect.text import label, piece, pieces, visible
+from draftgraph.inspect.text import cells, label, piece, pieces, visible
 from draftgraph.trace import Step
 
 NASTY = ["<b>&amp;", '"', "'", "\x00\x1b[31m", "\x85", "\u202e", "\ud800", "\ufffe", "😀", "\ufffd", "\n", "\t ", "]]>"]
@@ -272,7 +272,7 @@ def test_layout_keeps_nodes_apart_and_edges_uncrossed(parents: list[int]) -> Non
 @given(st.text(min_size=1))
 def test_any_text_can_stand_in_xml(text: str) -> None:
     assert visible(text).isprintable()
-    assert len(label(text, 0)) <= 16
+    assert cells(label(text, 0)) <= 16
 
 
 @given(st.text())

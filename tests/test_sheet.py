@@ -226,7 +226,7 @@ def test_borrowed_nodes_are_the_best_of_all_that_could_be_borrowed(data: Any) ->
     nodes = nodes_of([tokens[node] for node in order], [place.get(parents[node], -1) for node in order])
     best = np.array([scores[node] for node in order])
     aliases = aliases_in(nodes[1], nodes[0], 2)
-    max_depth, max_nodes = 6, data.draw(st.integers(count, 30))
+    max_depth, max_nodes = int(nodes[2].max()) + data.draw(st.integers(0, 3)), data.draw(st.integers(count, 30))
     unrolled: list[tuple[float, tuple[int, ...]]] = []
 
     def walk(node: int, path: tuple[int, ...], score: float) -> None:

@@ -13,16 +13,25 @@ from typing import Any, TypeVar
 
 import numba
 
-from draftgraph.models.cache import cache_dir
+from draftgraph.models.cache import cache_dir, notice
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @cache
 def folder() -> Path:
-    """Of what was compiled of these files."""
+    """Of what was compiled of these files: among ours, unless Numba has been given another place."""
+    settings: Any = numba.config
+    place = Path(settings.CACHE_DIR) if settings.CACHE_DIR else cache_dir() / "compiled"
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return cache_dir() / "compiled" / hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return place / hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+@cache
+def announce() -> None:
+    """One line, if nothing has been compiled yet: the first step will take its time."""
+    if not any(folder().rglob("*.nbi")):
+        notice("compiling its graph work for this machine, once (10 to 40 seconds)")
 
 
 def compiled(function: Function) -> Function:

@@ -157,7 +157,10 @@ def continuations(
         edge = known.states["newest"][state]
         while edge != NONE and count < len(tokens):
             token = known.edges["token"][edge]
-            if not (tokens[:count] == token).any():
+            known_already = False
+            for place in range(count):
+                known_already |= tokens[place] == token
+            if not known_already:
                 tokens[count], lengths[count] = token, matched
                 count += 1
             edge = known.edges["older"][edge]

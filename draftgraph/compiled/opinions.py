@@ -24,24 +24,27 @@ Floats = NDArray[np.float64]
 @compiled
 def pool(named: Ints, said: Floats, k: int, estimates: Floats) -> None:
     """Of one row, every token once: what the draft names too is 0 among the others. # [columns] each"""
-    certain = said[:k].sum()  # 0 where no draft was asked
-    total, loud = max(1.0 - certain, REST), 0.0
-    estimates[:k], estimates[k:] = said[:k], 0.0
+    certain = loud = 0.0  # certain: 0 where no draft was asked
+    for column in range(len(named)):
+        estimates[column] = said[column] if column < k else 0.0
+        certain += estimates[column]
     for column in range(k, len(named)):
         if named[column] == NO_TOKEN:
             continue
         support = (max(said[column], SILENCE) / SILENCE) ** WEIGHT
-        same = find(named[:k], named[column])
-        if same == NO_TOKEN:
+        same = find(named, named[column])
+        if same >= k:
             estimates[column] = UNNAMED * support
             loud += said[column]
         else:
             estimates[same] = max(estimates[same], said[same] * support)
-    if certain > 0.0:
-        estimates /= total + estimates.sum()
-        return
-    for column in range(k, len(named)):
-        if estimates[column] > 0.0:
+    total = max(1.0 - certain, REST)
+    for column in range(len(named)):
+        total += estimates[column]
+    for column in range(len(named)):
+        if certain > 0.0:
+            estimates[column] /= total
+        elif estimates[column] > 0.0:
             estimates[column] = said[column] / max(loud, 1.0)
 
 
@@ -56,16 +59,14 @@ def find(tokens: Ints, token: int) -> int:
 @compiled
 def correct(estimates: Floats, k: int, places: Floats, curves: Floats, chances: Floats) -> None:
     """What estimates are worth, by the curve of each source through these places; k children at most."""
-    count = 0
     for column in range(len(estimates)):
         source = 0 if column < k else 1 + (column - k) // CHOICES
         chances[column] = height(estimates[column], places, curves[source])
-        count += chances[column] > 0.0
-    if count <= k:
-        return
-    least = np.sort(chances)[-k]
-    for column in range(len(chances)):
-        if chances[column] < least:
+    for column in range(len(estimates) - 1, -1, -1):
+        better = 0
+        for other in range(len(estimates)):
+            better += chances[other] > chances[column]
+        if better >= k:
             chances[column] = 0.0
 
 

@@ -17,7 +17,8 @@ def ancestor_bits(parents: Ints, words: int) -> Ints:
     bits = np.zeros((len(parents), words), dtype=np.int64)
     for node in range(len(parents)):
         if parents[node] >= 0:
-            bits[node] = bits[parents[node]]
+            for word in range(words):
+                bits[node, word] = bits[parents[node], word]
         bits[node, node // WORD] |= np.int64(1) << np.int64(node % WORD)
     return bits
 
@@ -45,4 +46,5 @@ def fill(
         slots[node] = length + before + node if node < count else capacity - width + node
         for word in range(words):
             ancestors[node * words + word] = seen[same, word]
-    scratch_positions[: len(places)] = places
+    for place in range(len(places)):
+        scratch_positions[place] = places[place]

@@ -52,8 +52,8 @@ def key_of(context: int, length: int) -> int:
 @compiled
 def context_of(tokens: NDArray[np.int64]) -> int:
     context = 0
-    for token in tokens[-LONGEST:]:
-        context = longer(context, token)
+    for place in range(len(tokens)):
+        context = longer(context, tokens[place])
     return context
 
 
@@ -72,8 +72,8 @@ def note(
     rows, added = len(known.tokens), 0
     for place in range(len(tokens)):
         row = (first + place) % rows
-        known.tokens[row] = tokens[place]
         for column in range(logits.shape[1]):
+            known.tokens[row, column] = tokens[place, column]
             logit = logits[place, column]
             known.logits[row, column] = -HUGE if np.isnan(logit) else min(max(logit, -HUGE), HUGE)
     for place in order:
@@ -105,16 +105,16 @@ def recall(
     """The likeliest tokens of a row that was found, for this position, best first; as many as there are places. How
     many have a chance."""
     kept = known.logits.shape[1]
-    scores = known.logits[row].copy()
-    if noise.temperature > 0.0:
-        for column in range(kept):
+    scores = np.empty(kept)
+    for column in range(kept):
+        scores[column] = known.logits[row, column]
+        if noise.temperature > 0.0:
             scores[column] += noise.temperature * gumbel(noise.key[0], position, known.tokens[row, column])
-    highest, total = scores.max(), 0.0
+    highest, total, count = scores[first_best(scores)], 0.0, 0
     for column in range(kept):
         total += exp(scores[column] - highest)
-    count = 0
     while count < min(len(tokens), kept):
-        best = scores.argmax()
+        best = first_best(scores)
         chance = TRUST[matched - 1] * exp(scores[best] - highest) / total
         if not chance > 0.0:
             break
@@ -122,6 +122,15 @@ def recall(
         scores[best] = -np.inf
         count += 1
     return count
+
+
+@compiled
+def first_best(scores: NDArray[np.float64]) -> int:
+    best = 0
+    for place in range(1, len(scores)):
+        if scores[place] > scores[best]:
+            best = place
+    return best
 
 
 @compiled

@@ -19,8 +19,10 @@ def select(
 ) -> tuple[Ints, Floats]:
     """The root, and the nodes with the best products of chances on their paths, over a floor. # [5, nodes], [nodes]"""
     rows, count, columns = sheet.rows, sheet.counts["rows"][0], sheet.named.shape[1]
-    child = np.full((count, columns), NO_ROW)
+    child = np.empty((count, columns), dtype=np.int64)
     for row in range(count):
+        for column in range(columns):
+            child[row, column] = NO_ROW
         if not rows["drafted"][row]:
             weigh(sheet, k, row, places, curves)
     for row in range(1, count):
@@ -95,14 +97,15 @@ def merge(nodes: Ints, scores: Floats, aliases: Ints, max_depth: int, max_nodes:
     """The tree with what aliases borrow, best first among all: borrowed nodes repeat those of the tree under another
     parent. Nodes must be given best first."""
     parents, count = nodes[PARENT], nodes.shape[1]
-    if (aliases == np.arange(count)).all():
-        whole = nodes.copy()
-        whole[NODE] = np.arange(count)
-        return whole, scores
-    first_child, sibling = np.full(count, -1), np.full(count, -1)
+    first_child, sibling = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    children, most = np.zeros(count, dtype=np.int64), 0
+    for node in range(count):
+        first_child[node] = sibling[node] = -1
     for node in range(count - 1, 0, -1):
-        sibling[node], first_child[parents[node]] = first_child[parents[node]], node
-    most = np.bincount(parents[1:]).max()  # children of one node
+        above = parents[node]
+        sibling[node], first_child[above] = first_child[above], node
+        children[above] += 1
+        most = max(most, children[above])
     lent = np.empty((max_nodes * most, 3), dtype=np.int64)  # parent in the new tree, node that is repeated, depth
     waiting, size, number = np.empty(len(lent), dtype=THING), 0, 0
     place_of = np.empty(count, dtype=np.int64)

@@ -125,7 +125,8 @@ def open_row(sheet: Rows, memories: Memories, k: int) -> int:
     one = sheet.rows[row]
     one["drafted"] = 0
     named, said = sheet.named[row], sheet.said[row]
-    named[:], said[:] = NO_TOKEN, 0.0
+    for place in range(len(named)):
+        named[place], said[place] = NO_TOKEN, 0.0
     if not one["reach"] > LEAST:
         return row  # type: ignore[no-any-return]
     copied, recycled = named[k : k + CHOICES], named[k + CHOICES :]
@@ -147,7 +148,8 @@ def add(sheet: Rows, memories: Memories, k: int, report: Floats, places: Floats,
     """Rows for the nodes that a draft has expanded, the root first, and what it says there: see `Growth.report`. A node
     is known by where it was proposed: its number is the draft's k times the expansion, plus its rank there."""
     width = report.shape[1] // 2
-    for one in report:
+    for place in range(len(report)):
+        one = report[place]
         expansion, node = sheet.counts["expansions"][0], int(one[2 * width])
         sheet.counts["expansions"][0] += 1
         row = 0 if expansion == 0 else NO_ROW

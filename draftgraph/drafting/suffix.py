@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from draftgraph.compiled import announce
 from draftgraph.compiled.automaton import EMPTY, automaton_for, copies, extend, follow
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
 
@@ -15,6 +16,7 @@ class SuffixAutomaton:
     """All substrings of a growing text: see `compiled.automaton`."""
 
     def __init__(self) -> None:
+        announce()
         self.tokens, self._room = 0, ROOM
         self.known = automaton_for(ROOM)
 

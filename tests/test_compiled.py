@@ -1,0 +1,101 @@
+"""Compiled graph work: its table, its heap and its bits, and what happens where nothing can be kept."""
+
+from __future__ import annotations
+
+import heapq
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftgraph.compiled.heap import THING, pop, push
+from draftgraph.compiled.opinions import CHOICES, correct, pool
+from draftgraph.compiled.passes import WORD, ancestor_bits
+from draftgraph.compiled.table import FREE, empty, get, put, take_over
+from draftgraph.drafting.calibration import PLACES
+from draftgraph.drafting.pool import pooled
+
+keys = st.integers(0, 1 << 62)
+
+
+@given(st.lists(st.tuples(keys | st.integers(0, 20), st.integers(0, 99)), max_size=60))
+def test_a_table_is_a_dictionary(entries: list[tuple[int, int]]) -> None:
+    table, known, count = empty(60), {}, 0
+    for key, value in entries:
+        count += put(table, key, value)
+        known[key] = value
+    assert count == len(known)
+    assert all(get(table, key) == value for key, value in known.items())
+    assert get(table, 1 << 61) == known.get(1 << 61, FREE)
+    larger = empty(200)
+    late = {key: value for key, value in known.items() if value >= 50}
+    assert take_over(larger, table, 50) == len(late)
+    assert all(get(larger, key) == late.get(key, FREE) for key in known)
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=60))
+def test_a_heap_gives_the_best_first_and_of_equals_the_first(actions: list[float | None]) -> None:
+    heap, size, expected = np.empty(61, dtype=THING), 0, []
+    for number, score in enumerate(actions):
+        if score is not None:
+            size = push(heap, size, score, number)
+            heapq.heappush(expected, (-score, number))
+        elif size:
+            size = pop(heap, size)
+            assert (-heap["score"][size], heap["number"][size]) == heapq.heappop(expected)
+    assert size == len(expected)
+
+
+@given(st.lists(st.integers(0, 200), max_size=150))
+def test_bits_tell_of_all_ancestors(backs: list[int]) -> None:
+    parents = [-1, *(max(0, node - back) for node, back in enumerate(backs))]
+    words = 1 + len(parents) // WORD
+    bits = ancestor_bits(np.array(parents), words)
+    for node in range(len(parents)):
+        seen, at = set(), node
+        while at >= 0:
+            seen.add(at)
+            at = parents[at]
+        found = {word * WORD + bit for word in range(words) for bit in range(WORD) if int(bits[node, word]) >> bit & 1}
+        assert found == seen
+
+
+@given(st.data())
+def test_opinions_are_pooled_as_everywhere_else(data: Any) -> None:
+    k = data.draw(st.integers(1, 5))
+    names = data.draw(st.lists(st.integers(0, 9), min_size=k, max_size=k, unique=True))
+    said = np.zeros(k + 2 * CHOICES)
+    drafted = data.draw(st.booleans())
+    said[:k] = np.sort(data.draw(st.lists(st.floats(0.01, 0.9 / k), min_size=k, max_size=k)))[::-1] if drafted else 0.0
+    others = data.draw(st.lists(st.integers(0, 12), max_size=2 * CHOICES, unique=True))
+    named = np.full(len(said), -1)
+    named[:k] = names if drafted else -1
+    named[k : k + len(others)] = others
+    said[k : k + len(others)] = data.draw(st.lists(st.floats(0.01, 0.9), min_size=len(others), max_size=len(others)))
+    estimates, chances = np.empty(len(said)), np.empty(len(said))
+    pool(named, said, k, estimates)
+    assert estimates.tolist() == pytest.approx(pooled(named[None], said[None], k)[0].tolist())
+    curves = np.tile(PLACES, (3, 1))
+    correct(estimates, k, PLACES, curves, chances)
+    kept = chances > 0
+    assert chances[kept].tolist() == pytest.approx(estimates[kept].tolist())
+    least = np.sort(estimates)[-k]
+    assert (kept == ((estimates >= least) & (estimates > 0))).all()
+    curves[:, 1:] *= 0.5
+    correct(estimates, k, PLACES, curves, chances)
+    expected = np.interp(estimates, PLACES, curves[0])
+    assert chances[kept].tolist() == pytest.approx(expected[kept].tolist())
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    script = "from draftgraph.compiled.table import *; t = empty(4); put(t, 7, 8); print(get(t, 7))"
+    environment = {"NUMBA_CACHE_DIR": str(blocked / "below"), "PATH": "", "HOME": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "8", found.stderr
