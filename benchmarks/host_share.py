@@ -54,11 +54,11 @@ def waits_of(spans: list[Span]) -> list[tuple[float, float]]:
     """Of each step, from one pass of the target (the longest spans) to the next: its length, and the gaps in it."""
     longest = max(end - begin for begin, end in spans)
     steps: list[tuple[float, float]] = []
-    started = waited = busy_until = 0.0
+    started, waited, busy_until = None, 0.0, spans[0][0]
     for begin, end in spans:
-        waited += max(0.0, begin - busy_until) if started else 0.0
+        waited += max(0.0, begin - busy_until)
         if end - begin > longest / 2:
-            if started:
+            if started is not None:
                 steps.append((begin - started, waited))
             started, waited = begin, 0.0
         busy_until = max(busy_until, end)
