@@ -47,12 +47,16 @@ def read_records(folder: Path) -> list[Record]:
     """What a folder holds, the configuration first."""
     file = folder / FILE
     try:
-        records = parsed(file, whole_lines(file.read_bytes()))
+        records = records_in(file)
     except OSError as error:
         raise UsageError(f"there are no measurements in {folder}: name the --out folder of bench run") from error
     if not of_kind(records, "run"):
         raise UsageError(f"no measurement in {file} is finished: run bench run again")
     return records
+
+
+def records_in(file: Path) -> list[Record]:
+    return parsed(file, whole_lines(file.read_bytes()))
 
 
 def of_kind(records: Sequence[Record], kind: str) -> list[Record]:

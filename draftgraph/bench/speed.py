@@ -49,6 +49,11 @@ class Deadline:
         self._slowest = 0.0
 
     @property
+    def left(self) -> float | None:
+        """Seconds; None: there is no end."""
+        return None if self._end is None else self._end - time.monotonic()
+
+    @property
     def is_near(self) -> bool:
         return self._end is not None and time.monotonic() + self._slowest >= self._end
 

@@ -76,6 +76,7 @@ class Stopwatch:
             "tokens_per_pass": stats.mean_accepted_length,
             "steps": stats.steps,
             "draft_passes": stats.draft_passes,
+            "draft_tokens": stats.draft_tokens,
             "nodes": stats.verified_tokens,
             "accepted_by_source": stats.accepted_by_source,
             "phases": stats.seconds,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from draftgraph.config import CHOICES, GraphConfig
+from draftgraph.config import CHOICES, RANGES, GraphConfig
 from draftgraph.errors import UsageError
 
 BEST_FIRST: dict[str, Any] = {"growth": "best-first", "k": 8, "theta_prob": 0.0, "theta_sib": 0.0, "max_depth": 8}
@@ -33,11 +33,14 @@ def chosen(names: Sequence[str]) -> dict[str, GraphConfig]:
 
 
 def mode_named(word: str) -> GraphConfig:
-    """A mode with its own settings, or with a size: levels of a chain, or verified nodes.
+    """A mode with its own settings, with a size (levels of a chain, or verified nodes), or with settings by name.
 
     >>> mode_named("graph").theta_prob, mode_named("chain-6").chain_length, mode_named("tree-32").max_nodes
     (0.2, 6, 32)
+    >>> mode_named("graph:k=2:tau=1").k
+    2
     """
+    word, *named = word.split(":")
     mode, dash, size = word.partition("-")
     if mode not in CHOICES["mode"] or (dash and not size.isdecimal()) or word.startswith("off-"):
         raise UsageError(f"there is no mode {word}: name auto, graph, tree, chain or off, or as in chain-6 and tree-64")
@@ -46,4 +49,18 @@ def mode_named(word: str) -> GraphConfig:
         settings["chain_length" if mode == "chain" else "max_nodes"] = int(size)
     if dash and mode in ("tree", "graph"):
         settings |= BEST_FIRST
-    return GraphConfig(**settings)
+    return GraphConfig(**settings | dict(map(setting_named, named)))
+
+
+def setting_named(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(CHOICES, str) | {
+        known: int if most is None else float for known, (_, most) in RANGES.items()
+    }
+    if name == "mode" or name not in kinds:
+        known = ", ".join(sorted(set(kinds) - {"mode"}))
+        raise UsageError(f"a mode has no setting {name}: name one of {known}, as in graph:k=2")
+    try:
+        return name, kinds[name](value)
+    except ValueError as error:
+        raise UsageError(f"{name} must be a number, not {value!r}") from error

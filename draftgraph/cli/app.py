@@ -12,6 +12,7 @@ import typer
 
 from draftgraph import __version__
 from draftgraph.cli.bench import app as bench
+from draftgraph.cli.bench_paper import PAPER_OPTIONS, paper
 from draftgraph.cli.bench_run import REPORT_OPTIONS, RUN_OPTIONS, report, run
 from draftgraph.cli.chat import chat
 from draftgraph.cli.command import register
@@ -34,6 +35,7 @@ register(app, tune, only=TUNE_OPTIONS)
 register(app, doctor, only=DOCTOR_OPTIONS)
 register(bench, run, only=RUN_OPTIONS)
 register(bench, report, only=REPORT_OPTIONS)
+register(bench, paper, only=PAPER_OPTIONS)
 app.add_typer(bench)
 
 

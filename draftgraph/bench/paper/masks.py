@@ -1,0 +1,82 @@
+"""What a wrong attention mask does: nodes see others that are not their ancestors, at the target or at the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.bench.runs import Record
+from draftgraph.bench.structures import mode_named
+from draftgraph.engine.loan import Loan
+from draftgraph.engine.runner import Engine
+from draftgraph.graph import Bools, Ints, TokenTree
+
+if TYPE_CHECKING:
+    from draftgraph.pair import Pair
+
+SHARES = (0.0, 0.02, 0.1, 0.5)  # of nodes that see one node too many
+MODE = "graph"
+PLAIN = mode_named("off")
+
+
+@contextmanager
+def wrong_masks(engine: Engine, share: float, seed: int = 0) -> Iterator[None]:
+    """While entered, this share of the nodes of a pass also see a node that is no ancestor of theirs."""
+    random, forward, check = np.random.default_rng(seed), engine.forward, engine.check
+
+    def wrong_forward(tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+        return forward(tokens, depths, with_strangers(visible, share, random))
+
+    def wrong_check(tree: TokenTree) -> Tensor:
+        return wrong_forward(tree.tokens, tree.depths, tree.mask)
+
+    engine.forward, engine.check = wrong_forward, wrong_check  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.forward, engine.check = forward, check  # type: ignore[method-assign]
+
+
+def with_strangers(visible: Bools, share: float, random: np.random.Generator) -> Bools:
+    """Rows [nodes, slots] in which some see one earlier slot more."""
+    changed, before = visible.copy(), visible.shape[1] - visible.shape[0]
+    for row in np.flatnonzero(random.random(len(visible)) < share):
+        strangers = np.flatnonzero(~visible[row, : before + row])
+        if len(strangers):
+            changed[row, random.choice(strangers)] = True
+    return changed
+
+
+def answer(pair: Pair, prompt: str, arguments: dict[str, Any], target: float = 0.0, draft: float = 0.0) -> Record:
+    """With these shares of wrong rows at the target and at the draft: the tokens, and what they cost."""
+    decoder = pair.decoder
+    assert decoder.draft_engine is not None
+    with wrong_masks(decoder.target_engine, target), wrong_masks(decoder.draft_engine, draft):
+        decoding = pair.start(prompt, config=mode_named(MODE), **arguments)
+        for _ in decoding:
+            pass
+    return {"tokens": decoding.new_tokens, "tokens_per_pass": decoding.stats.mean_accepted_length}
+
+
+def first_difference(tokens: list[int], plain: list[int]) -> int | None:
+    """The place of the first token that is not plain decoding's."""
+    for place, (one, other) in enumerate(zip(tokens, plain, strict=False)):
+        if one != other:
+            return place
+    return None if len(tokens) == len(plain) else min(len(tokens), len(plain))
+
+
+@torch.no_grad()
+def surprise(pair: Pair, prompt: list[int], tokens: list[int]) -> float:
+    """The target's own mean surprise at an answer, in nats per token: the logarithm of its perplexity."""
+    device = pair.target.get_input_embeddings().weight.device
+    ids = torch.tensor([[*prompt, *tokens]], device=device)
+    with Loan(pair.target):
+        logits = pair.target(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    return float(-logprobs.gather(1, ids[0, len(prompt) :, None]).mean())

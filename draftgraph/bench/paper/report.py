@@ -1,0 +1,56 @@
+"""The study as one report: every item with its question, its answer and its table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftgraph.bench.paper.counts import measured
+from draftgraph.bench.paper.findings import Finding, findings
+from draftgraph.bench.paper.items import ITEMS
+from draftgraph.bench.speed_tables import settings_of, title_of
+from draftgraph.errors import UsageError
+from draftgraph.models.cache import replacing
+
+VERDICTS = {True: "as the paper has it", False: "not as the paper has it", None: ""}
+
+
+@dataclass(frozen=True)
+class PaperReport:
+    title: str
+    settings: str
+    findings: list[Finding]
+
+    @classmethod
+    def of(cls, folder: Path) -> PaperReport:
+        found = findings(folder)
+        known = next((one for item in ITEMS if (one := measured(folder / item.name)) is not None), None)
+        if known is None or not found:
+            raise UsageError(f"no item of the study in {folder} is finished: run bench paper again")
+        return cls(title_of(known.report).replace("Speed of", "The paper's study:"), settings_of(known.report), found)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_markdown(self) -> str:
+        parts = [f"# {self.title}", self.settings]
+        for one in self.findings:
+            verdict = f" *({VERDICTS[one.agrees]})*" if VERDICTS[one.agrees] else ""
+            parts += [f"## {one.question}", f"{one.answer}{verdict}"]
+            parts += [table_of(one)] if one.table is not None else []
+        return "\n\n".join(parts) + "\n"
+
+    def save(self, folder: Path) -> None:
+        """Writes paper.json and paper.md."""
+        contents = {"paper.json": json.dumps(self.to_dict(), indent=2) + "\n", "paper.md": self.to_markdown()}
+        for name, content in contents.items():
+            with replacing(folder / name) as partial:
+                partial.write_text(content, encoding="utf-8")
+
+
+def table_of(one: Finding) -> str:
+    assert one.table is not None
+    lines = [one.table.header, ["---", *["---:"] * (len(one.table.header) - 1)], *one.table.lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
