@@ -178,14 +178,3 @@ def test_what_is_unknown_is_refused_with_what_is_known(
 ) -> None:
     refused(run(*small(folder, tmp_path / "out", *wrong)), *words)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.model
-def test_the_default_model_is_measured_and_scored_on_own_prompts(
-    run: Runner, default_model_file: Path, tmp_path: Path
-) -> None:
-    few = ("--suite", "quick", "--tasks", "to_en,math", "--prompts", 1, "--new-tokens", 24, "--modes", "off,auto")
-    done = run("bench", "run", "--out", tmp_path, "--json", *few)
-    assert done.status == 0, done
-    for score in json.loads(done.out)["scores"]:
-        assert score["by_mode"]["auto"] == score["by_mode"]["off"]

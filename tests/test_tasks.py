@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_tools import Runner
 
 from draftgraph import UsageError
 from draftgraph.bench.hub_tasks import HUB
@@ -171,3 +172,15 @@ def test_what_is_given_by_hand_wins_over_a_suite() -> None:
     assert (changed.prompts, changed.repeats, changed.modes) == (1, SUITES["quick"].repeats, ["auto"])
     with pytest.raises(UsageError, match="there is no suite slow: choose of quick, full"):
         suite_named("slow")
+
+
+@pytest.mark.model
+def test_a_suite_measures_the_default_model_and_scores_it_alike_in_every_mode(
+    default_model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ("--tasks", "to_en", "--prompts", 1, "--new-tokens", 12, "--modes", "chain-4")
+    done = Runner(capsys, monkeypatch)("bench", "run", "--suite", "quick", "--out", tmp_path, "--json", *few)
+    assert done.status == 0, done
+    scores = json.loads(done.out)["scores"]
+    assert [score["metric"] for score in scores] == ["BLEU", "chrF"]
+    assert all(score["by_mode"]["chain-4"] == score["by_mode"]["off"] for score in scores)
