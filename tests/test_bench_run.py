@@ -369,7 +369,6 @@ def test_ctrl_c_leaves_what_was_measured(
 
 def test_wrong_use_is_one_line(run: Runner, folder: Path, data: Path, tmp_path: Path) -> None:
     bench = ("bench", "run", "--target", folder, "--out", tmp_path / "out")
-    refused(run(*bench), "--data")
     refused(run("bench", "run", "--data", data), "--out")
     refused(run(*bench, "--data", data, "--tasks", "dogs"), "no task dogs")
     for word in ("bush", "chain-", "chain-x", "off-2", "tree-2-3"):

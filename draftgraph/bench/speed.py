@@ -21,6 +21,7 @@ from draftgraph.bench.draft import name_of
 from draftgraph.bench.inflation import inflate as inflated
 from draftgraph.bench.rescoring import can_rescore
 from draftgraph.bench.runs import PLAIN, Place, Record, Runs, all_places, digest, of_kind
+from draftgraph.bench.scores import to_score
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import MODES, mode_named
@@ -83,9 +84,10 @@ def bench_run(
 ) -> SpeedReport:
     """Times every mode on every prompt, `off` always among them, and keeps each measurement in `out`/runs.jsonl.
 
-    Called again with the same arguments it goes on where it was; `seconds` stops it in time. `inflate` puts the
-    target into a large shape; `transformers` adds that library's own `generate`; `names` are those to show for
-    the target and the draft; a `profile` is timed under that name.
+    Called again with the same arguments it goes on where it was; `seconds` stops it in time. Prompts that are
+    `TaskPrompt`s may have references to score answers by. `inflate` puts the target into a large shape;
+    `transformers` adds that library's own `generate`; `names` are those to show for the target and the draft; a
+    `profile` is timed under that name.
 
     >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])    # doctest: +SKIP
     >>> report.mode("auto").overall.speed.ratio                                                 # doctest: +SKIP
@@ -148,6 +150,8 @@ def measure_all(
                 plain.setdefault(number, run["tokens"])
             if place.repeat:  # the first answer is the one to compare, and to score again
                 del run["tokens"]
+            else:
+                run |= to_score(watch.pair.tokenizer, prompt, run["tokens"])
             labelled = {"inflated": label} if label else {}
             runs.append("run", place._asdict() | labelled | {"prompt_digest": digest(prompt)} | run)
             report((done + 1) / len(missing))

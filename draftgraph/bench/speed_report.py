@@ -12,6 +12,7 @@ from typing import Any
 from draftgraph.bench.gaps import Rescored
 from draftgraph.bench.intervals import Speed, geometric_mean
 from draftgraph.bench.runs import PLAIN, Place, Record, of_kind
+from draftgraph.bench.scores import TaskScore, scores_of
 from draftgraph.models.cache import replacing
 from draftgraph.stats import SOURCES
 
@@ -97,6 +98,7 @@ class SpeedReport:
     modes: list[ModeFigures]
     peers: list[PeerFigures]
     unscored: int  # answers in half precision that wait to be scored in float32
+    scores: list[TaskScore]  # of tasks with references
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> SpeedReport:
@@ -107,7 +109,7 @@ class SpeedReport:
         modes = [mode_figures(mode, [run for run in runs if run["mode"] == mode], plain, records) for mode in names]
         peers = [peer_figures(peer, plain) for peer in of_kind(records, "peer")]
         planned = sessions[-1]["planned"] if sessions else len(runs)
-        return cls(configuration, len(runs), planned, modes, peers, answers_to_rescore(records))
+        return cls(configuration, len(runs), planned, modes, peers, answers_to_rescore(records), scores_of(runs))
 
     @property
     def label(self) -> str | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from draftgraph.bench.gaps import MOST
 from draftgraph.bench.intervals import Speed
 from draftgraph.bench.report import LOOPS, Table
+from draftgraph.bench.scores import EXPLANATION as SCORES
+from draftgraph.bench.scores import scores_table
 from draftgraph.bench.speed_report import ALL, Figures, ModeFigures, Sources, SpeedReport
 from draftgraph.stats import SOURCES
 
@@ -33,6 +35,8 @@ def tables(report: SpeedReport) -> Iterator[Table]:
     yield speed_table(report)
     yield times_table(report)
     yield sources_table(report)
+    if report.scores:
+        yield scores_table(report.scores)
     if any(mode.rescored for mode in report.modes):
         yield rescored_table(report)
     yield costs_table(report)
@@ -63,6 +67,7 @@ def explanation_of(report: SpeedReport) -> str:
     looping = any(mode.sources.answers > mode.sources_without_loops.answers for mode in report.modes)
     said = [EXPLANATION, *([TIES] if any(mode.ties for mode in report.modes) else [])]
     said += [FLOAT32] if any(mode.rescored for mode in report.modes) else []
+    said += [SCORES] if report.scores else []
     return " ".join([*said, *([LOOPS] if looping else [])])
 
 

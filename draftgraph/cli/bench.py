@@ -26,9 +26,7 @@ OPTIONS = ("target", "device", "dtype", "seed", "json", "config", "debug")
 
 TASKS, OUTPUT = "Tasks", "Input and output"
 Draft = Annotated[str, typer.Argument(metavar="DIR", help="The draft: a folder, hub name or GGUF file")]
-Data = Annotated[
-    list[str], option(TASKS, "JSON lines with a prompt each, or a folder of such files; may be given again", "PATH")
-]
+Data = Annotated[list[str], option(TASKS, "JSON lines, a folder of them, own or hub:NAME; may be given again", "PATH")]
 Tasks = Annotated[str | None, option(TASKS, "Files of the folder by name; left out: all", "NAME,NAME")]
 Prompts = Annotated[int, option(TASKS, "Prompts of each task, the first ones", shown_range(1))]
 Temperatures = Annotated[str, option(TASKS, "0: greedy", "N,N")]

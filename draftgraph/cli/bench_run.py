@@ -10,8 +10,9 @@ import typer
 
 from draftgraph.bench.runs import FILE, read_records
 from draftgraph.bench.structures import MODES, mode_named
-from draftgraph.bench.tasks import read_tasks
-from draftgraph.cli.bench import Data, Prompts, Tasks, listed, show_tables
+from draftgraph.bench.suites import DEFAULT, SUITES, suite_named
+from draftgraph.bench.tasks import OWN, read_tasks
+from draftgraph.cli.bench import TASKS, Tasks, listed, show_tables
 from draftgraph.cli.errors import complain
 from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
 from draftgraph.cli.terminal import busy, load_pair, write_json
@@ -38,10 +39,21 @@ ALL_MODES = ",".join(MODES)
 SHAPES = ["llama-2-7b", "llama-2-13b", "llama-33b", "llama-2-70b"]
 
 RUNS, OUTPUT = "Measurements", "Input and output"
+Suite = Annotated[
+    str | None, option(RUNS, "How much to measure; other options win over it", "|".join(SUITES), [*SUITES])
+]
+Data = Annotated[
+    list[str] | None,
+    option(TASKS, "JSON lines, a folder of them, own or hub:NAME; may be given again; left out: own", "PATH"),
+]
+Prompts = Annotated[int | None, option(TASKS, f"Prompts of each task, {DEFAULT.prompts}", shown_range(1))]
 Inflate = Annotated[str | None, option("Model", "Put the target into a large shape", "|".join(SHAPES), SHAPES)]
-NewTokens = Annotated[int, option(RUNS, "Tokens of an answer at most", shown_range(1))]
-Modes = Annotated[str, option(RUNS, "chain-6: six levels; tree-32, auto-32: so many nodes", "MODE,MODE")]
-Repeats = Annotated[int, option(RUNS, "Answers of each mode to each prompt", shown_range(1))]
+NewTokens = Annotated[int | None, option(RUNS, f"Tokens of an answer at most, {DEFAULT.new_tokens}", shown_range(1))]
+Modes = Annotated[
+    str | None,
+    option(RUNS, f"chain-6: six levels; tree-32, auto-32: so many nodes; left out: {ALL_MODES}", "MODE,MODE"),
+]
+Repeats = Annotated[int | None, option(RUNS, f"Answers of each mode to each prompt, {DEFAULT.repeats}", shown_range(1))]
 Transformers = Annotated[bool, typer.Option("--transformers", help="Also transformers' generate", rich_help_panel=RUNS)]
 Seconds = Annotated[float | None, option(RUNS, "Stop in time; the same command goes on", "N")]
 Out = Annotated[str, option(OUTPUT, "Keep every measurement there, and write report.json, .md and .png", "DIR")]
@@ -49,31 +61,34 @@ Folder = Annotated[str, typer.Argument(metavar="DIR", help="The --out of bench r
 
 
 def run(
-    data: Data,
     out: Out,
     settings: Settings,
+    suite: Suite = None,
+    data: Data = None,
     inflate: Inflate = None,
     tasks: Tasks = None,
-    prompts: Prompts = 8,
-    new_tokens: NewTokens = 128,
-    modes: Modes = ALL_MODES,
-    repeats: Repeats = 3,
+    prompts: Prompts = None,
+    new_tokens: NewTokens = None,
+    modes: Modes = None,
+    repeats: Repeats = None,
     transformers: Transformers = False,
     seconds: Seconds = None,
 ) -> None:
     """Time the modes on prompts, in turns; stopped at any time, the same command goes on."""
     start = time.monotonic()
-    for name, value in (("prompts", prompts), ("new_tokens", new_tokens), ("repeats", repeats)):
-        refuse_outside(name, value, 1)
+    given = {"prompts": prompts, "new_tokens": new_tokens, "repeats": repeats}
+    wanted = suite_named(suite).changed(**given, modes=None if modes is None else listed(modes))
+    for name in given:
+        refuse_outside(name, getattr(wanted, name), 1)
     if seconds is not None:
         refuse_outside("seconds", seconds, 1)
     if inflate is not None and inflate not in SHAPES:
         raise UsageError(f"there is no shape {inflate}: choose of {', '.join(SHAPES)}")
-    if not (words := listed(modes)):
+    if not wanted.modes:
         raise UsageError(f"modes must name at least one, as in {ALL_MODES}")
-    for word in words:
+    for word in wanted.modes:
         mode_named(word)
-    found, sampling = read_tasks(data, listed(tasks), prompts), settings.sampling_arguments()
+    found, sampling = read_tasks(data or [OWN], listed(tasks), wanted.prompts), settings.sampling_arguments()
     profile = None if settings.profile is None else settings.graph_config()
     pair = load_pair(settings)
     with busy("starting"):
@@ -82,10 +97,10 @@ def run(
         pair,
         found,
         Path(out),
-        modes=words,
+        modes=wanted.modes,
         inflate=inflate,
-        max_new_tokens=new_tokens,
-        repeats=repeats,
+        max_new_tokens=wanted.new_tokens,
+        repeats=wanted.repeats,
         temperature=sampling.get("temperature"),
         top_p=sampling.get("top_p"),
         seed=sampling.get("seed", 0),

@@ -23,7 +23,7 @@ PANEL, OUTPUT, FOLDER = "Search", "Input and output", "search"
 Search = Annotated[
     bool, typer.Option("--search", help="Search the fastest setting of mode graph", rich_help_panel=PANEL)
 ]
-Data = Annotated[list[str] | None, option(PANEL, "JSON lines with a prompt each, or a folder of such files", "PATH")]
+Data = Annotated[list[str] | None, option(PANEL, "JSON lines, a folder of them, own or hub:NAME", "PATH")]
 Tasks = Annotated[str | None, option(PANEL, "Files of the folder by name; left out: all", "NAME,NAME")]
 Prompts = Annotated[int, option(PANEL, "Prompts of each task, the first ones", shown_range(1))]
 Trials = Annotated[int, option(PANEL, "Settings to try, the paper's first", shown_range(1))]
