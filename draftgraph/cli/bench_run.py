@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftgraph.bench.runs import FILE, read_records
-from draftgraph.bench.structures import MODES, mode_named
+from draftgraph.bench.structures import MODES, PEERS, mode_named
 from draftgraph.bench.tasks import read_tasks
 from draftgraph.cli.bench import Data, Prompts, Tasks, listed, show_tables
 from draftgraph.cli.errors import complain
@@ -40,9 +40,10 @@ SHAPES = ["llama-2-7b", "llama-2-13b", "llama-33b", "llama-2-70b"]
 RUNS, OUTPUT = "Measurements", "Input and output"
 Inflate = Annotated[str | None, option("Model", "Put the target into a large shape", "|".join(SHAPES), SHAPES)]
 NewTokens = Annotated[int, option(RUNS, "Tokens of an answer at most", shown_range(1))]
-Modes = Annotated[str, option(RUNS, "chain-6: six levels; tree-32, auto-32: so many nodes", "MODE,MODE")]
+Modes = Annotated[str, option(RUNS, "chain-6: six levels; tree-32: so many nodes; hf, vllm: others'", "MODE,MODE")]
 Repeats = Annotated[int, option(RUNS, "Answers of each mode to each prompt", shown_range(1))]
-Transformers = Annotated[bool, typer.Option("--transformers", help="Also transformers' generate", rich_help_panel=RUNS)]
+Transformers = Annotated[bool, typer.Option("--transformers", help="Also all modes hf-...", rich_help_panel=RUNS)]
+Vllm = Annotated[str | None, option(RUNS, "For modes vllm-...: python of an environment that has it", "PYTHON")]
 Seconds = Annotated[float | None, option(RUNS, "Stop in time; the same command goes on", "N")]
 Out = Annotated[str, option(OUTPUT, "Keep every measurement there, and write report.json, .md and .png", "DIR")]
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="The --out of bench run")]
@@ -59,6 +60,7 @@ def run(
     modes: Modes = ALL_MODES,
     repeats: Repeats = 3,
     transformers: Transformers = False,
+    vllm: Vllm = None,
     seconds: Seconds = None,
 ) -> None:
     """Time the modes on prompts, in turns; stopped at any time, the same command goes on."""
@@ -72,7 +74,8 @@ def run(
     if not (words := listed(modes)):
         raise UsageError(f"modes must name at least one, as in {ALL_MODES}")
     for word in words:
-        mode_named(word)
+        if word not in PEERS:
+            mode_named(word)
     found, sampling = read_tasks(data, listed(tasks), prompts), settings.sampling_arguments()
     profile = None if settings.profile is None else settings.graph_config()
     pair = load_pair(settings)
@@ -90,6 +93,7 @@ def run(
         top_p=sampling.get("top_p"),
         seed=sampling.get("seed", 0),
         transformers=transformers,
+        vllm=vllm,
         seconds=None if seconds is None else seconds - (time.monotonic() - start),
         names=shown_names(settings),
         profile=profile,
