@@ -181,7 +181,7 @@ def test_a_silent_vllm_is_ended(pair: Pair, tmp_path: Path, stand_in: str, monke
     monkeypatch.setattr(vllm_methods, "PATIENCE", 0.2)
     (tmp_path / "site" / "vllm.py").write_text("import time; time.sleep(60)")
     report = small(pair, tmp_path / "out", ["vllm"], vllm=stand_in, repeats=1)
-    assert report.failed == {"vllm": "the worker of vllm ended"}
+    assert report.failed == {"vllm": "vllm gave no answer in 0.2 seconds"}
 
 
 # The command

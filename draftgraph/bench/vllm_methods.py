@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ PATIENCE = 900.0  # seconds for one answer of the worker; the first waits for we
 GPU_SHARE = 0.8  # of the free memory, for all methods of vLLM together
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
-NO_REASON = "Engine core initialization failed"  # vLLM's processes have logged what it was
+NO_REASON = "initialization failed"  # of its engine or worker: they have logged what it was
 
 
 class Vllm(Peer):
@@ -111,6 +113,7 @@ class Worker:
                     text=True,
                     encoding="utf-8",
                     env=environment,
+                    start_new_session=True,  # so that it can be ended with all that it started
                 )
         except OSError as error:
             raise MethodFailed(f"{python} cannot be run: {error.strerror or error}") from error
@@ -119,17 +122,18 @@ class Worker:
         """The answer to one line; a worker that is silent for too long is ended."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(PATIENCE, process.kill)
+        line, timer = "", threading.Timer(PATIENCE, self._kill)
         timer.start()
         try:
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except OSError:  # it has ended
-            line = ""
+            pass
         finally:
+            ended = "the worker of vllm ended" if timer.is_alive() else f"vllm gave no answer in {PATIENCE:g} seconds"
             timer.cancel()
-        answer: Record = json.loads(line) if line else {"error": "the worker of vllm ended"}
+        answer: Record = json.loads(line) if line else {"error": ended}
         if "error" in answer:
             raise MethodFailed(self._reason(str(answer["error"])))
         return answer
@@ -143,14 +147,20 @@ class Worker:
 
     def close(self) -> None:
         """Lets it end, and what it started."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(OSError):  # it has ended, and not read all
+            process.stdin.close()
         try:
-            self._process.wait(timeout=30)
+            process.wait(timeout=30)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+            self._kill()
+            process.wait()
+        process.stdout.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def sampling_of(request: Request, arguments: Any) -> Record:
