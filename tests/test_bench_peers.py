@@ -161,6 +161,7 @@ def test_vllm_answers_from_an_environment_of_its_own(pair: Pair, tmp_path: Path,
     assert not report.failed and [mode.mode for mode in report.modes] == ["off", *modes]
     for run in (run for mode in modes for run in runs_of(tmp_path / "out", mode)):
         assert run["tokens"] == [0, 1, 2, 3, 4, 5] and not run["same"] and run["seconds"] >= 0
+        assert "resident_bytes" not in run, "it is another process"
         assert 1.9 < run["ms_per_token"] < 100 and run["first_token_seconds"] > 0.0019
     assert report.mode("vllm").library == "vllm 9.9"
     assert not list((tmp_path / "out").glob(".models-*"))

@@ -85,13 +85,13 @@ class Peer(ABC):
             about = self.prepare(prompt)
             self.answer(prompt)
         seconds = time.perf_counter() - start
-        return {"mode": self.name, "prices": None, "seconds": seconds} | about | self.watch.meters.read()
+        return {"mode": self.name, "prices": None, "seconds": seconds} | about | self.taken()
 
     def run(self, prompt: str, plain: Sequence[int] | None) -> Record:
         self.watch.meters.begin()
         with failing():
             answer = self.answer(prompt)
-        taken = self.watch.meters.read()
+        taken = self.taken()
         return {
             "prompt_tokens": len(self.ids(prompt)),
             "new_tokens": len(answer.tokens),
@@ -102,6 +102,10 @@ class Peer(ABC):
             **taken,
             "tokens": answer.tokens,
         }
+
+    def taken(self) -> Record:
+        """Memory and energy."""
+        return self.watch.meters.read()
 
     def ids(self, prompt: str) -> list[int]:
         return encode(self.pair.tokenizer, prompt)

@@ -81,6 +81,10 @@ class Vllm(Peer):
                 return Answer(whole["tokens"], 1, first["seconds"], decoding)
         raise MethodFailed("an answer took no longer than its first token, again and again: ask for more tokens")
 
+    def taken(self) -> Record:
+        """The device counts whoever uses it; what is known of memory is that of this process."""
+        return {name: value for name, value in super().taken().items() if name == "joules"}
+
     def request(self, ids: list[int]) -> Request:
         """What `generate` would make of the settings: defaults of the model included."""
         given = {name: self.arguments.get(name) for name in ("temperature", "top_p", "max_new_tokens")}
