@@ -25,6 +25,7 @@ class Stats:
     draft_passes: int = 0
     draft_tokens: int = 0  # tokens that the draft model was fed
     verified_tokens: int = 0  # tree nodes that the target scored, roots included
+    checked_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))  # roots apart
     accepted_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     accepted_by_depth: dict[int, int] = field(default_factory=dict)
     rejected_by: dict[str, int] = field(default_factory=dict)  # why the target's token was not in the tree
@@ -64,6 +65,8 @@ class Stats:
         self.steps += 1
         self.new_tokens += len(step.tokens)
         self.verified_tokens += len(step.tree)
+        for source in step.tree.sources[1:]:
+            self.checked_by_source[source] += 1
         for node in step.path:
             self.accepted_by_source[step.tree.sources[node]] += 1
         for depth in range(1, len(step.path) + 1):
@@ -78,6 +81,7 @@ class Stats:
             added = getattr(other, name)
             total.__dict__[name] = dict(Counter(value) + Counter(added)) if isinstance(value, dict) else value + added
         for source in SOURCES:
+            total.checked_by_source.setdefault(source, 0)
             total.accepted_by_source.setdefault(source, 0)
         for phase in self.seconds:
             total.seconds.setdefault(phase, 0.0)

@@ -11,7 +11,7 @@ import pytest
 from draftgraph.bench.intervals import geometric_mean
 from draftgraph.bench.runs import Record
 from draftgraph.bench.speed_report import SpeedReport, label_of
-from draftgraph.bench.speed_tables import TIES, speed_table, tables, to_markdown
+from draftgraph.bench.speed_tables import PEERS, TIES, speed_table, tables, to_markdown
 
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 
@@ -35,6 +35,12 @@ def made_up(mode: str, task: str, prompt: int, ms: float, **changes: Any) -> Rec
         "loops": False,
     }
     return row | changes
+
+
+def of_a_peer(mode: str, task: str, prompt: int, ms: float, **changes: Any) -> Record:
+    untold = ("steps", "nodes", "draft_passes", "accepted_by_source")
+    row = made_up(mode, task, prompt, ms, **changes)
+    return {name: value for name, value in row.items() if name not in untold}
 
 
 def report_of(*records: Record, **configuration: Any) -> SpeedReport:
@@ -93,6 +99,55 @@ def test_sources_are_shared_out_with_and_without_loops() -> None:
     )
 
 
+def test_a_peer_leaves_empty_what_it_does_not_tell() -> None:
+    rows = [made_up("off", "cats", 0, 20.0), of_a_peer("hf", "cats", 0, 25.0, same=None)]
+    warm = {"kind": "warm-up", "mode": "hf", "prices": None, "seconds": 1.0, "library": "transformers 5"}
+    report = report_of(warm, *rows, modes=["off", "hf"])
+    hf = report.mode("hf")
+    assert hf.overall.speed.ratio == pytest.approx(0.8) and hf.library == "transformers 5"
+    assert hf.overall.tokens_per_pass is hf.overall.nodes_per_pass is hf.same is hf.acceptance is None
+    shown = to_markdown(report)
+    assert "| hf | 0.80x |  |  |  |" in shown and "| hf | 100 |  |  | 1.00 |" in shown and PEERS in shown
+    assert PEERS not in to_markdown(report_of(made_up("off", "cats", 0, 20.0)))
+
+
+def test_a_method_that_failed_is_a_row_with_the_reason() -> None:
+    session = {"kind": "session", "planned": 4}
+    failed = {"kind": "failed", "mode": "vllm", "reason": "no environment", "left_out": 2}
+    rows = [made_up("off", "cats", prompt, 20.0) for prompt in (0, 1)]
+    report = report_of(session, failed, *rows, modes=["off", "vllm"])
+    assert report.failed == {"vllm": "no environment"} and report.measured == report.planned == 2
+    assert "| vllm |  |  |  | failed |" in to_markdown(report) and "| vllm | no environment |" in to_markdown(report)
+    peer = [of_a_peer("vllm", "cats", prompt, 10.0) for prompt in (0, 1)]
+    later = report_of(session, failed, *rows, session, *peer, modes=["off", "vllm"])
+    assert not later.failed and later.planned == 4 and later.mode("vllm").overall.speed.ratio == pytest.approx(2.0)
+
+
+def test_acceptance_is_told_by_depth_and_by_source() -> None:
+    none = dict.fromkeys(("draft", "merged", "copied", "recycled"), 0)
+    told = {
+        "accepted_by_source": none | {"draft": 4, "copied": 1},
+        "checked_by_source": none | {"draft": 16, "copied": 4},
+    }
+    rows = [made_up("off", "cats", prompt, 20.0) for prompt in (0, 1)]
+    rows += [made_up("auto", "cats", 0, 10.0, accepted_by_depth=[4, 1], **told)]
+    rows += [made_up("auto", "cats", 1, 10.0, accepted_by_depth=[3, 1, 1], **told)]
+    off, auto = report_of(*rows).modes
+    assert off.acceptance is None and auto.acceptance is not None
+    assert auto.acceptance.by_depth == [0.7, 0.2, 0.1] and auto.acceptance.by_source == {"draft": 0.25, "copied": 0.25}
+    assert auto.acceptance.proposed_per_accepted == 4.0
+    assert "| auto | 4.00 | 70.0% | 20.0% | 10.0% | 25.0% |  | 25.0% |  |" in to_markdown(report_of(*rows))
+
+
+def test_energy_is_told_where_it_is_counted() -> None:
+    rows = [made_up("off", "cats", 0, 20.0, joules=50.0), made_up("auto", "cats", 0, 10.0)]
+    report = report_of(*rows)
+    assert report.modes[0].joules_per_token == 5.0 and report.modes[1].joules_per_token is None
+    assert "joules per token" in to_markdown(report) and "joules" not in to_markdown(
+        report_of(rows[1] | {"mode": "off"})
+    )
+
+
 def test_warm_up_and_memory_are_those_of_the_worst_start() -> None:
     warm = [{"kind": "warm-up", "mode": "auto", "prices": "measured", "seconds": took} for took in (9.0, 2.0)]
     rows = [made_up("off", "cats", 0, 20.0), made_up("auto", "cats", 0, 10.0, extra_bytes=3_000_000_000)]
@@ -105,9 +160,10 @@ def test_every_figure_of_an_inflated_target_says_so() -> None:
     label = label_of("llama-2-70b")
     assert label == "70B-cost, inflated" and label_of("llama-33b") == "33B-cost, inflated" and label_of(None) is None
     rows = [made_up("off", "cats", 0, 20.0), made_up("auto", "cats", 0, 10.0)]
-    rows += [{"kind": "peer", "task": "cats", "method": "generate", "ms_per_token": 40.0, "first_token_seconds": 0.1}]
-    report = report_of(*rows, inflated=label)
-    assert [line[1] for line in speed_table(report).lines] == [f"{ratio} ({label})" for ratio in ("1.00x", "2.00x")]
+    rows += [of_a_peer("hf", "cats", 0, 40.0)]
+    report = report_of(*rows, inflated=label, modes=["off", "auto", "hf"])
+    ratios = ("1.00x", "2.00x", "0.50x")
+    assert [line[1] for line in speed_table(report).lines] == [f"{ratio} ({label})" for ratio in ratios]
     times = [
         cell for table in tables(report) for line in table.lines for cell in line if cell[:5] in ("20.00", "40.00")
     ]

@@ -14,6 +14,7 @@ from draftgraph.config import GraphConfig
 
 Selection = Literal["all", "without loops"]  # a looping answer flatters a draft
 MEAN = "mean"
+REASON = "reason"  # a column of whole sentences
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from draftgraph.errors import UsageError
 
 FILE = "runs.jsonl"
 PLAIN = "off"
-Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, peer or rescored
+Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, failed or rescored
 
 
 class Place(NamedTuple):
@@ -61,6 +61,16 @@ def records_in(file: Path) -> list[Record]:
 
 def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
+
+
+def last_session(records: Sequence[Record]) -> int:
+    """Where the last call begins."""
+    return max((place for place, record in enumerate(records) if record["kind"] == "session"), default=0)
+
+
+def can_be_rescored(run: Record) -> bool:
+    """Answers are kept of first runs alone; what another library has sampled is not ours to judge."""
+    return "tokens" in run and run["same"] is not None
 
 
 class Runs:

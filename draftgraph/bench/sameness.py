@@ -39,27 +39,28 @@ class Difference:
         return self.rounding_steps is not None and self.rounding_steps <= STEPS_OF_A_TIE
 
 
-def difference(decoding: Decoding, plain: Sequence[int]) -> Difference | None:
-    """Between what a decoding has produced and the tokens of plain decoding."""
-    new = decoding.new_tokens
+def difference(decoding: Decoding, plain: Sequence[int], new: Sequence[int] | None = None) -> Difference | None:
+    """Between the tokens of plain decoding and what a decoding has produced, or another answer to its prompt."""
+    new = decoding.new_tokens if new is None else new
     place = first_difference([plain, new])
     if place is None:
         return None
     if place == min(len(plain), len(new)):
         return Difference(place, None)
-    return Difference(place, steps_between(decoding, place, [plain[place], new[place]]))
+    return Difference(place, steps_between(decoding, new[:place], [plain[place], new[place]]))
 
 
-def steps_between(decoding: Decoding, place: int, tokens: list[int]) -> float:
-    """How far the lower of some tokens is behind the best one, in rounding steps of the largest logit: by one plain
-    pass over the text before, in the target's own precision, with the processors and the noise of the choice."""
+def steps_between(decoding: Decoding, before: Sequence[int], tokens: list[int]) -> float:
+    """How far the lower of some tokens is behind the best one, after what an answer says `before`, in rounding steps of
+    the largest logit: by one plain pass in the target's own precision, with the processors and noise of the choice."""
     import torch
 
     from draftgraph.choose import Prefix, process
 
     model = decoding.decoder.target_model
-    length = decoding.prompt_length + place
-    ids = torch.tensor([decoding.text[:length]], device=decoding.target.device)
+    text = [*decoding.text[: decoding.prompt_length], *before]
+    length = len(text)
+    ids = torch.tensor([text], device=decoding.target.device)
     with decoding.loan:
         logits = model(input_ids=ids, use_cache=False).logits[0, -1]
     raw, processed = process(decoding.request.processors, logits, Prefix.of(ids, length))

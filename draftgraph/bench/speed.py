@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -15,16 +15,19 @@ import torch
 import transformers as transformers_library
 
 from draftgraph import __version__
-from draftgraph.bench import peers
 from draftgraph.bench.answers import refuse_past_window
 from draftgraph.bench.draft import name_of
+from draftgraph.bench.exports import Exports
+from draftgraph.bench.hf_methods import hf_method
 from draftgraph.bench.inflation import inflate as inflated
+from draftgraph.bench.methods import Method, MethodFailed, Mode
 from draftgraph.bench.rescoring import can_rescore
-from draftgraph.bench.runs import PLAIN, Place, Record, Runs, all_places, digest, of_kind
+from draftgraph.bench.runs import PLAIN, Place, Record, Runs, all_places, can_be_rescored, digest, of_kind
 from draftgraph.bench.scores import to_score
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.stopwatch import Stopwatch
-from draftgraph.bench.structures import MODES, mode_named
+from draftgraph.bench.structures import HF_METHODS, MODES, PEERS, mode_named
+from draftgraph.bench.vllm_methods import Vllm
 from draftgraph.config import GraphConfig
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
@@ -78,6 +81,7 @@ def bench_run(
     top_p: float | None = None,
     seed: int = 0,
     transformers: bool = False,
+    vllm: str | None = None,
     seconds: float | None = None,
     names: Mapping[str, str | None] | None = None,
     profile: GraphConfig | None = None,
@@ -85,36 +89,41 @@ def bench_run(
     """Times every mode on every prompt, `off` always among them, and keeps each measurement in `out`/runs.jsonl.
 
     Called again with the same arguments it goes on where it was; `seconds` stops it in time. Prompts that are
-    `TaskPrompt`s may have references to score answers by. `inflate` puts the target into a large shape;
-    `transformers` adds that library's own `generate`; `names` are those to show for the target and the draft; a
-    `profile` is timed under that name.
+    `TaskPrompt`s may have references to score answers by. `inflate` puts the target into a large shape; `names` are
+    those to show for the target and the draft; a `profile` is timed under that name. Methods of other libraries are
+    named among the modes, as in hf-assisted; `transformers` adds all of that library, and those of vLLM need the python
+    of an environment that has it, `vllm`.
 
     >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])    # doctest: +SKIP
     >>> report.mode("auto").overall.speed.ratio                                                 # doctest: +SKIP
     """
     deadline, folder = Deadline(seconds), Path(out).expanduser()
-    wanted = {word: mode_named(word) for word in ("off", *modes)} | ({"profile": profile} if profile else {})
+    words = list(dict.fromkeys((PLAIN, *modes, *(HF_METHODS if transformers else ()))))
+    own = {word: mode_named(word) for word in words if word not in PEERS} | ({"profile": profile} if profile else {})
+    wanted = [*own, *(word for word in words if word in PEERS)]
     names = {"target": name_of(pair.target), "draft": pair.draft and name_of(pair.draft)} | dict(names or {})
     refuse_unreadable(pair, tasks, max_new_tokens)
     arguments = {"temperature": temperature or None, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
-    with claimed(folder, "--out"), held_alone(folder, "bench run"):
+    with claimed(folder, "--out"), held_alone(folder, "bench run"), ExitStack() as stack:
+        lender = pair.target
         pair = pair if inflate is None else Pair(inflated(pair.target, inflate), pair.draft, pair.tokenizer)
-        watch = Stopwatch(pair, wanted, arguments)
+        watch = Stopwatch(pair, own, arguments)
+        exports = stack.enter_context(closing(Exports(pair, lender, folder)))
+        methods = [stack.enter_context(closing(method_named(word, watch, exports, vllm))) for word in wanted]
         label = label_of(inflate)
-        configuration = names | {"inflated": label, "modes": list(wanted)} | arguments | surroundings(pair)
+        configuration = names | {"inflated": label, "modes": wanted} | arguments | surroundings(pair)
         if profile is not None:
             configuration["profile"] = {name: getattr(profile, name) for name in FIELDS}
         with Runs(folder, configuration) as runs:
             runs.refuse_other_prompts(tasks)
-            places = all_places(tasks, list(wanted), repeats)
+            places = all_places(tasks, wanted, repeats)
             counts = {task: len(prompts) for task, prompts in tasks.items()}
-            asked = {"prompts": counts, "repeats": repeats, "transformers": transformers, "seconds": seconds}
+            asked = {"prompts": counts, "repeats": repeats, "seconds": seconds}
             now = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "engine_seconds": watch.engines_took}
             rescores = can_rescore(pair.target)
             runs.append("session", now | asked | {"planned": len(places), "rescores": rescores})
-            measure_all(watch, runs, tasks, places, label, deadline)
-            if transformers:
-                measure_peers(watch, runs, tasks, label, deadline)
+            longest = longest_of(pair, tasks)
+            measure_all(methods, runs, tasks, places, longest, pair.tokenizer, label, deadline)
             if rescores:
                 rescore_all(watch, runs, tasks, places, deadline)
             report = SpeedReport.of(runs.records)
@@ -123,56 +132,65 @@ def bench_run(
     return report
 
 
+def method_named(word: str, watch: Stopwatch, exports: Exports, vllm: str | None) -> Method:
+    if word not in PEERS:
+        return Mode(word, watch)
+    return hf_method(word, watch, exports) if word in HF_METHODS else Vllm(word, watch, exports, vllm)
+
+
 def measure_all(
-    watch: Stopwatch,
+    methods: Sequence[Method],
     runs: Runs,
     tasks: Mapping[str, Sequence[str]],
     places: Sequence[Place],
+    longest: str,
+    tokenizer: Any,
     label: str | None,
     deadline: Deadline,
 ) -> None:
+    """In turns, each warmed up before its first. A method of another library that fails is not tried again in this
+    call, and the others go on."""
     measured, plain = runs.measured, runs.plain
     missing = [place for place in places if place not in measured]
-    prompts = [prompt for prompts in tasks.values() for prompt in prompts]
-    longest = max(prompts, key=lambda prompt: len(encode(watch.pair.tokenizer, prompt)))  # nothing outgrows its cache
+    working = {method.name: method for method in methods if any(place.mode == method.name for place in missing)}
+
+    def give_up(mode: str, error: MethodFailed, left: Sequence[Place]) -> None:
+        working.pop(mode).close()
+        runs.append("failed", {"mode": mode, "reason": str(error), "left_out": sum(one.mode == mode for one in left)})
+
+    warm: set[str] = set()
     with progress_bar(f"{len(missing)} of {len(places)} measurements") as report:
-        for mode in dict.fromkeys(place.mode for place in missing):
-            if deadline.is_near:
-                return
-            runs.append("warm-up", watch.warm_up(mode, longest))
         for done, place in enumerate(missing):
             if deadline.is_near:
                 return
+            if place.mode not in working:
+                continue
             prompt, number = tasks[place.task][place.prompt], (place.task, place.prompt)
-            with deadline.watch():
-                run = watch.run(place.mode, prompt, plain.get(number))
+            method = working[place.mode]
+            try:
+                if place.mode not in warm:
+                    runs.append("warm-up", method.warm_up(longest))
+                    warm.add(place.mode)
+                with deadline.watch():
+                    run = method.run(prompt, plain.get(number))
+            except MethodFailed as error:
+                give_up(place.mode, error, missing[done:])
+                continue
             if place.mode == PLAIN:
                 plain.setdefault(number, run["tokens"])
             if place.repeat:  # the first answer is the one to compare, and to score again
                 del run["tokens"]
             else:
-                run |= to_score(watch.pair.tokenizer, prompt, run["tokens"])
+                run |= to_score(tokenizer, prompt, run["tokens"])
             labelled = {"inflated": label} if label else {}
             runs.append("run", place._asdict() | labelled | {"prompt_digest": digest(prompt)} | run)
             report((done + 1) / len(missing))
 
 
-def measure_peers(
-    watch: Stopwatch, runs: Runs, tasks: Mapping[str, Sequence[str]], label: str | None, deadline: Deadline
-) -> None:
-    """The first prompt of every task, once."""
-    known = {(peer["task"], peer["method"]) for peer in of_kind(runs.records, "peer")}
-    plain = runs.plain
-    missing = [(task, method) for task in tasks for method in peers.methods(watch.pair) if (task, method) not in known]
-    with progress_bar("transformers' own generate") as report:
-        for done, (task, method) in enumerate(missing):
-            if deadline.is_near:
-                return
-            with deadline.watch():
-                figures = peers.timed(watch.pair, method, tasks[task][0], watch.arguments, plain.get((task, 0)))
-            labelled = {"inflated": label} if label else {}
-            runs.append("peer", {"task": task, "method": method} | labelled | figures)
-            report((done + 1) / len(missing))
+def longest_of(pair: Pair, tasks: Mapping[str, Sequence[str]]) -> str:
+    """The prompt to warm up with: nothing outgrows its cache."""
+    prompts = (prompt for of_task in tasks.values() for prompt in of_task)
+    return max(prompts, key=lambda prompt: len(encode(pair.tokenizer, prompt)))
 
 
 def rescore_all(
@@ -180,7 +198,8 @@ def rescore_all(
 ) -> None:
     """The first answer of every mode to every prompt, with the same weights in float32."""
     measured, known = runs.measured, {Place.of(record) for record in of_kind(runs.records, "rescored")}
-    missing = [place for place in places if "tokens" in measured.get(place, ()) and place not in known]
+    answered = [place for place in places if place in measured and can_be_rescored(measured[place])]
+    missing = [place for place in answered if place not in known]
     with progress_bar(f"{len(missing)} answers in float32") as report:
         for done, place in enumerate(missing):
             if deadline.is_near:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from draftgraph.bench.gaps import Rescored
 from draftgraph.bench.intervals import Speed, geometric_mean
-from draftgraph.bench.runs import PLAIN, Place, Record, of_kind
+from draftgraph.bench.runs import PLAIN, Place, Record, can_be_rescored, last_session, of_kind
 from draftgraph.bench.scores import TaskScore, scores_of
 from draftgraph.models.cache import replacing
 from draftgraph.stats import SOURCES
@@ -37,9 +38,9 @@ class Figures:
     ms_per_token: float  # prefill apart
     first_token_ms: float  # prefill and the first step
     speed: Speed  # against plain decoding of the same prompts
-    tokens_per_pass: float
-    nodes_per_pass: float
-    draft_passes: float  # per pass of the target
+    tokens_per_pass: float | None  # None here and below: another library, which does not tell
+    nodes_per_pass: float | None
+    draft_passes: float | None  # per pass of the target
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,34 @@ class Sources:
 
     @classmethod
     def of(cls, runs: Sequence[Record]) -> Sources:
-        counts = {source: sum(run["accepted_by_source"].get(source, 0) for run in runs) for source in SOURCES}
+        counts = total_by_source(runs, "accepted_by_source")
         if not (accepted := sum(counts.values())):
             return cls(len(runs), {}, None)
         shares = {source: count / accepted for source, count in counts.items()}
         return cls(len(runs), shares, 1.0 - shares["draft"])
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What became of the tokens that were proposed."""
+
+    by_depth: list[float]  # share of the target's passes that accept a proposal at depth 1, 2, ...
+    by_source: dict[str, float]  # share of proposals that are accepted, of sources that proposed any
+    proposed_per_accepted: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Record]) -> Acceptance | None:
+        """None: nothing was accepted, or nothing is told."""
+        told = [run for run in runs if "checked_by_source" in run]
+        proposed, accepted = (total_by_source(told, f"{what}_by_source") for what in ("checked", "accepted"))
+        if not sum(accepted.values()):
+            return None
+        passes = sum(run["steps"] for run in told)
+        depths = zip_longest(*(run["accepted_by_depth"] for run in told), fillvalue=0)
+        by_source = {source: accepted[source] / count for source, count in proposed.items() if count}
+        return cls(
+            [sum(counts) / passes for counts in depths], by_source, sum(proposed.values()) / sum(accepted.values())
+        )
 
 
 @dataclass(frozen=True)
@@ -67,25 +91,16 @@ class ModeFigures:
     overall: Figures
     sources: Sources
     sources_without_loops: Sources
+    acceptance: Acceptance | None
     answers: int
-    same: int  # answers with the tokens of plain decoding
+    same: int | None  # answers with the tokens of plain decoding; None: no claim, another library has sampled them
     ties: int  # others that part where two tokens were as good as tied
     warm_up_seconds: float | None
     extra_bytes: int | None  # beside the weights, at most; None: not on a GPU
+    resident_bytes: int | None  # of the process, at most, so far; None: on a GPU, or not told
+    joules_per_token: float | None  # of the whole device, prefill included; None: it does not count
     rescored: Rescored | None  # in float32, where the target is in half precision
-
-
-@dataclass(frozen=True)
-class PeerFigures:
-    """A method of `transformers` on one prompt of a task, once; speed against plain decoding of that prompt here."""
-
-    method: str
-    task: str
-    ms_per_token: float | None
-    first_token_ms: float | None
-    speed: float | None
-    same: bool | None  # None: sampled
-    error: str | None
+    library: str | None  # that it is a method of, with its version; None: this one
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,7 @@ class SpeedReport:
     measured: int
     planned: int
     modes: list[ModeFigures]
-    peers: list[PeerFigures]
+    failed: dict[str, str]  # methods of other libraries that the last call gave up, and why
     unscored: int  # answers in half precision that wait to be scored in float32
     scores: list[TaskScore]  # of tasks with references
 
@@ -107,9 +122,10 @@ class SpeedReport:
         plain = times_of(runs, PLAIN)
         names = [mode for mode in configuration["modes"] if any(run["mode"] == mode for run in runs)]
         modes = [mode_figures(mode, [run for run in runs if run["mode"] == mode], plain, records) for mode in names]
-        peers = [peer_figures(peer, plain) for peer in of_kind(records, "peer")]
-        planned = sessions[-1]["planned"] if sessions else len(runs)
-        return cls(configuration, len(runs), planned, modes, peers, answers_to_rescore(records), scores_of(runs))
+        given_up = of_kind(records[last_session(records) :], "failed")
+        planned = sessions[-1]["planned"] - sum(one["left_out"] for one in given_up) if sessions else len(runs)
+        failed = {one["mode"]: one["reason"] for one in given_up}
+        return cls(configuration, len(runs), planned, modes, failed, answers_to_rescore(records), scores_of(runs))
 
     @property
     def label(self) -> str | None:
@@ -145,7 +161,8 @@ def answers_to_rescore(records: Sequence[Record]) -> int:
     if not sessions or not sessions[-1].get("rescores"):
         return 0
     asked = sessions[-1]["prompts"]
-    answers = [run for run in of_kind(records, "run") if "tokens" in run and run["prompt"] < asked.get(run["task"], 0)]
+    runs = [run for run in of_kind(records, "run") if run["prompt"] < asked.get(run["task"], 0)]
+    answers = [run for run in runs if can_be_rescored(run)]
     return len({Place.of(run) for run in answers} - {Place.of(done) for done in of_kind(records, "rescored")})
 
 
@@ -166,7 +183,8 @@ def mode_figures(
         ratios.setdefault(prompt[0], []).append(plain[prompt] / time)
     tasks = [task_figures(mode, task, [run for run in runs if run["task"] == task], ratios[task]) for task in ratios]
     warm_ups = [record for record in of_kind(records, "warm-up") if record["mode"] == mode]
-    held = [record["extra_bytes"] for record in (*warm_ups, *runs) if "extra_bytes" in record]
+    known = (*warm_ups, *runs)
+    claims = [run["same"] for run in runs if run["same"] is not None]
     return ModeFigures(
         mode,
         warm_ups[-1]["prices"] if warm_ups else None,
@@ -174,44 +192,49 @@ def mode_figures(
         mean_of(tasks, geometric_mean(ratios)),
         Sources.of(runs),
         Sources.of([run for run in runs if not run["loops"]]),
+        Acceptance.of(runs),
         len(runs),
-        sum(run["same"] for run in runs),
+        sum(claims) if claims else None,
         sum(run["tie"] for run in runs),
         max((record["seconds"] for record in warm_ups), default=None),  # later starts find prices on disk
-        max(held, default=None),
+        largest(known, "extra_bytes"),
+        largest(known, "resident_bytes"),
+        per(runs, "joules", "new_tokens"),
         Rescored.of(mode, of_kind(records, "rescored"), PLAIN),
+        warm_ups[-1].get("library") if warm_ups else None,
     )
 
 
 def task_figures(mode: str, task: str, runs: Sequence[Record], ratios: Sequence[float]) -> Figures:
-    passes = sum(run["steps"] for run in runs)
     return Figures(
         task,
         len(ratios),
         fmean(times_of(runs, mode).values()),
         1000 * fmean(times_of(runs, mode, "first_token_seconds").values()),
         geometric_mean({task: ratios}),
-        sum(run["new_tokens"] for run in runs) / passes,
-        sum(run["nodes"] for run in runs) / passes,
-        sum(run["draft_passes"] for run in runs) / passes,
+        per(runs, "new_tokens", "steps"),
+        per(runs, "nodes", "steps"),
+        per(runs, "draft_passes", "steps"),
     )
 
 
 def mean_of(tasks: Sequence[Figures], speed: Speed) -> Figures:
     """Every task counts the same."""
     names = ("ms_per_token", "first_token_ms", "tokens_per_pass", "nodes_per_pass", "draft_passes")
-    means: dict[str, Any] = {name: fmean(getattr(task, name) for task in tasks) for name in names}
+    told = {name: [value for task in tasks if (value := getattr(task, name)) is not None] for name in names}
+    means: dict[str, Any] = {name: fmean(values) if values else None for name, values in told.items()}
     return Figures(task=ALL, prompts=sum(task.prompts for task in tasks), speed=speed, **means)
 
 
-def peer_figures(peer: Record, plain: dict[Prompt, float]) -> PeerFigures:
-    time, first, here = peer.get("ms_per_token"), peer.get("first_token_seconds"), plain.get((peer["task"], 0))
-    return PeerFigures(
-        peer["method"],
-        peer["task"],
-        time,
-        None if first is None else 1000 * first,
-        here / time if here and time else None,
-        peer.get("same"),
-        peer.get("error"),
-    )
+def per(runs: Sequence[Record], figure: str, unit: str) -> float | None:
+    """A sum over a sum, of runs that tell both."""
+    told = [run for run in runs if figure in run and unit in run]
+    return sum(run[figure] for run in told) / sum(run[unit] for run in told) if told else None
+
+
+def largest(records: Sequence[Record], figure: str) -> int | None:
+    return max((record[figure] for record in records if figure in record), default=None)
+
+
+def total_by_source(runs: Sequence[Record], figure: str) -> dict[str, int]:
+    return {source: sum(run.get(figure, {}).get(source, 0) for run in runs) for source in SOURCES}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from draftgraph.bench.gaps import MOST
 from draftgraph.bench.intervals import Speed
-from draftgraph.bench.report import LOOPS, Table
+from draftgraph.bench.report import LOOPS, REASON, Table
 from draftgraph.bench.scores import EXPLANATION as SCORES
 from draftgraph.bench.scores import scores_table
 from draftgraph.bench.speed_report import ALL, Figures, ModeFigures, Sources, SpeedReport
@@ -19,6 +19,10 @@ EXPLANATION = (
     f"prompts, with a 95% bootstrap interval; {ALL} counts every task the same. First token: prefill and the first "
     "step. Not drafted: accepted tokens that the draft had not proposed at that place (merged, copied or recycled)."
 )
+PEERS = (
+    "Rows named hf and vllm are methods of other libraries, through their public interfaces; what they do not tell is "
+    "left empty."
+)
 TIES = (
     "Ties: answers that part from plain decoding's where both tokens are within two rounding steps of the target's "
     "best score."
@@ -28,6 +32,12 @@ FLOAT32 = (
     f"beats there; gap: by how much. Share and largest gap must be within {MOST} times off's; by chance or tie: they "
     "are not, but equally good texts differ as much, or the gap is at most two rounding steps."
 )
+SHOWN_DEPTHS = 8
+MEASURED = (
+    ("memory beside weights, GB", "extra_bytes", 1e9),
+    ("process at most, GB", "resident_bytes", 1e9),
+    ("joules per token", "joules_per_token", 1),
+)  # where the device tells
 VERDICTS = {(None, None): "", (True, True): "yes", (False, True): "by chance or tie", (False, False): "NO"}
 
 
@@ -37,11 +47,13 @@ def tables(report: SpeedReport) -> Iterator[Table]:
     yield sources_table(report)
     if report.scores:
         yield scores_table(report.scores)
+    if any(mode.acceptance for mode in report.modes):
+        yield acceptance_table(report)
     if any(mode.rescored for mode in report.modes):
         yield rescored_table(report)
     yield costs_table(report)
-    if report.peers:
-        yield peers_table(report)
+    if report.failed:
+        yield Table("Not measured", ["mode", REASON], [[mode, reason] for mode, reason in report.failed.items()])
 
 
 def to_markdown(report: SpeedReport, plot: str | None = None) -> str:
@@ -65,7 +77,8 @@ def settings_of(report: SpeedReport) -> str:
 
 def explanation_of(report: SpeedReport) -> str:
     looping = any(mode.sources.answers > mode.sources_without_loops.answers for mode in report.modes)
-    said = [EXPLANATION, *([TIES] if any(mode.ties for mode in report.modes) else [])]
+    others = report.failed or any(mode.library for mode in report.modes)
+    said = [EXPLANATION, *([PEERS] if others else []), *([TIES] if any(mode.ties for mode in report.modes) else [])]
     said += [FLOAT32] if any(mode.rescored for mode in report.modes) else []
     said += [SCORES] if report.scores else []
     return " ".join([*said, *([LOOPS] if looping else [])])
@@ -78,8 +91,11 @@ def speed_table(report: SpeedReport) -> Table:
     for mode in report.modes:
         known = {figures.task: figures for figures in shown_figures(mode)}
         cells = [labelled(ratio_of(known[task].speed) if task in known else "", report) for task in header[1:-3]]
-        same = f"{mode.same} of {mode.answers}" + (f" ({mode.ties} ties)" if mode.ties else "")
+        same = "" if mode.same is None else f"{mode.same} of {mode.answers}"
+        same += f" ({mode.ties} ties)" if mode.ties else ""
         lines.append([mode.mode, *cells, interval_of(mode.overall.speed), number(mode.overall.tokens_per_pass), same])
+    known_modes = {mode.mode for mode in report.modes}
+    lines += [[mode, *[""] * (len(header) - 2), "failed"] for mode in report.failed if mode not in known_modes]
     return Table("Times as fast as plain decoding", header, lines)
 
 
@@ -117,28 +133,34 @@ def rescored_table(report: SpeedReport) -> Table:
     return Table("Scored again in float32", header, lines)
 
 
+def acceptance_table(report: SpeedReport) -> Table:
+    """Share of passes that accept at a depth, and share of a source's proposals that are accepted."""
+    told = [(mode.mode, mode.acceptance) for mode in report.modes if mode.acceptance is not None]
+    deepest = min(max(len(found.by_depth) for _, found in told), SHOWN_DEPTHS)
+    header = ["mode", "proposed per accepted", *(f"depth {depth}" for depth in range(1, deepest + 1))]
+    header += [f"of {source}" for source in SOURCES]
+    lines = []
+    for mode, found in told:
+        depths = [*found.by_depth[:deepest], *[0.0] * (deepest - len(found.by_depth))]
+        shares = [*depths, *(found.by_source.get(source) for source in SOURCES)]
+        lines.append([mode, number(found.proposed_per_accepted), *map(percent, shares)])
+    return Table("Accepted proposals", header, lines)
+
+
 def costs_table(report: SpeedReport) -> Table:
-    on_gpu = any(mode.extra_bytes is not None for mode in report.modes)
     header = ["mode", "first token, ms", "nodes per pass", "draft passes per pass", "warm-up, s"]
-    header += ["memory beside weights, GB"] if on_gpu else []
     lines = []
     for mode in report.modes:
         cells = [mode.mode, labelled(number(mode.overall.first_token_ms), report)]
         cells += [number(mode.overall.nodes_per_pass), number(mode.overall.draft_passes), number(mode.warm_up_seconds)]
-        if on_gpu:
-            cells.append("" if mode.extra_bytes is None else f"{mode.extra_bytes / 1e9:.2f}")
         lines.append(cells)
+    for title, figure, unit in MEASURED:
+        values = [getattr(mode, figure) for mode in report.modes]
+        if any(value is not None for value in values):
+            header.append(title)
+            for cells, value in zip(lines, values, strict=True):
+                cells.append("" if value is None else f"{value / unit:.2f}")
     return Table("What it costs", header, lines)
-
-
-def peers_table(report: SpeedReport) -> Table:
-    header = ["method of transformers", "task", "ms per token", "times as fast as off here", "first token, ms", "same"]
-    lines = []
-    for peer in report.peers:
-        figures = [labelled(number(peer.ms_per_token), report), labelled(number(peer.speed), report)]
-        same = {True: "yes", False: "no", None: peer.error or ""}[peer.same]
-        lines.append([peer.method, peer.task, *figures, number(peer.first_token_ms), same])
-    return Table("One prompt of each task, once, with transformers' own generate", header, lines)
 
 
 def tasks_of(report: SpeedReport) -> list[str]:
@@ -168,4 +190,8 @@ def number(value: float | None) -> str:
 
 def shares_of(sources: Sources) -> list[str]:
     shares = [*(sources.shares.get(source) for source in SOURCES), sources.undrafted]
-    return ["" if share is None else f"{share:.1%}" for share in shares]
+    return [percent(share) for share in shares]
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from draftgraph.bench.answers import loops
 from draftgraph.bench.gaps import Gaps
+from draftgraph.bench.meters import Meters
 from draftgraph.bench.rescoring import rescored
 from draftgraph.bench.runs import PLAIN, Record, digest
-from draftgraph.bench.sameness import difference
+from draftgraph.bench.sameness import Difference, difference
 
 if TYPE_CHECKING:
     from draftgraph.config import GraphConfig
     from draftgraph.decoding import Decoding
     from draftgraph.pair import Pair
+
+
+WARM_UP_STEPS = 24
 
 
 @dataclass
@@ -31,42 +35,43 @@ class Stopwatch:
     arguments: Mapping[str, Any]  # of `Pair.start`: sampling, and how many new tokens
 
     def __post_init__(self) -> None:
-        self.device: torch.device = self.pair.target.get_input_embeddings().weight.device
-        self.weights = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
+        self._widest = 0  # nodes of a pass, so far
+        self.meters = Meters(self.pair.target.get_input_embeddings().weight.device)
         start = time.perf_counter()
         _ = self.pair.decoder  # checks the models, and makes their engines
         self.engines_took = time.perf_counter() - start
 
     def warm_up(self, mode: str, prompt: str) -> Record:
         """Whatever happens only once: prices are measured, kernels compiled, passes of every width captured."""
-        self._begin()
+        self.meters.begin()
         start = time.perf_counter()
         decoding = self._start(mode, prompt)
         if decoding.prices is not None:  # not measured again between timed runs
             cost = decoding.pricing.at(0, decoding.stats)
             self.modes[mode] = replace(self.modes[mode], cost=cost)
-        for _ in decoding:
+        for _ in islice(decoding.steps(), WARM_UP_STEPS):
             pass
-        pass_of_every_width(decoding)
-        self._wait()
+        if decoding.config.nodes > self._widest:  # the engine is that of all modes
+            pass_of_every_width(decoding)
+            self._widest = decoding.config.nodes
+        self.meters.wait()
         seconds = time.perf_counter() - start
-        return {"mode": mode, "prices": decoding.prices, "seconds": seconds} | self._memory()
+        return {"mode": mode, "prices": decoding.prices, "seconds": seconds} | self.meters.read()
 
     def run(self, mode: str, prompt: str, plain: Sequence[int] | None) -> Record:
         """An answer and its figures, compared with the tokens of plain decoding where they are known."""
-        self._begin()
+        self.meters.begin()
         start = time.perf_counter()
         decoding = self._start(mode, prompt)
-        self._wait()
+        self.meters.wait()
         has_read = time.perf_counter()
         decoding.step()
         has_begun = time.perf_counter()
         for _ in decoding:
             pass
         seconds = time.perf_counter() - has_read
-        memory = self._memory()
+        taken = self.meters.read()
         tokens, stats = decoding.new_tokens, decoding.stats
-        other = difference(decoding, tokens if plain is None else plain)
         return {
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": len(tokens),
@@ -79,16 +84,20 @@ class Stopwatch:
             "draft_tokens": stats.draft_tokens,
             "nodes": stats.verified_tokens,
             "accepted_by_source": stats.accepted_by_source,
+            "checked_by_source": stats.checked_by_source,
+            "accepted_by_depth": [stats.accepted_by_depth[depth] for depth in sorted(stats.accepted_by_depth)],
             "phases": stats.seconds,
-            "same": other is None,
-            "first_difference": None if other is None else other.place,
-            "rounding_steps": None if other is None else other.rounding_steps,
-            "tie": other is not None and other.is_tie,
-            "loops": loops(tokens),
-            "tokens_digest": digest(tokens),
-            **memory,
+            **told(tokens, difference(decoding, tokens if plain is None else plain)),
+            **taken,
             "tokens": tokens,
         }
+
+    def compare(self, prompt: str, tokens: list[int], plain: Sequence[int] | None) -> Record:
+        """What `run` says of its answer, for one that another library gave. Where tokens are sampled nothing is
+        claimed: it draws other random numbers."""
+        if plain is None or self.arguments.get("temperature"):
+            return told(tokens, None) | {"same": None}
+        return told(tokens, difference(self._start(PLAIN, prompt), plain, tokens) if tokens != plain else None)
 
     def rescore(self, prompt: str, tokens: Sequence[int]) -> Gaps:
         """Of an answer that was given before."""
@@ -97,20 +106,17 @@ class Stopwatch:
     def _start(self, mode: str, prompt: str) -> Decoding:
         return self.pair.start(prompt, config=self.modes[mode], **self.arguments)
 
-    def _begin(self) -> None:
-        if self.weights is not None:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self._wait()
 
-    def _wait(self) -> None:
-        if self.weights is not None:
-            torch.cuda.synchronize(self.device)
-
-    def _memory(self) -> Record:
-        """What is held beside the weights, at most; what another mode has captured is still there."""
-        if self.weights is None:
-            return {}
-        return {"extra_bytes": torch.cuda.max_memory_allocated(self.device) - self.weights}
+def told(tokens: list[int], other: Difference | None) -> Record:
+    """An answer, and where it parts from that of plain decoding."""
+    return {
+        "same": other is None,
+        "first_difference": None if other is None else other.place,
+        "rounding_steps": None if other is None else other.rounding_steps,
+        "tie": other is not None and other.is_tie,
+        "loops": loops(tokens),
+        "tokens_digest": digest(tokens),
+    }
 
 
 def pass_of_every_width(decoding: Decoding) -> None:

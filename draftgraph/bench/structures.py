@@ -21,6 +21,9 @@ STRUCTURES: dict[str, GraphConfig] = {
     "graph-32": GraphConfig(mode="graph", max_nodes=32, **BEST_FIRST),
     "graph-64": GraphConfig(mode="graph", max_nodes=64, **BEST_FIRST),
 }
+HF_METHODS = ("hf", "hf-assisted", "hf-assisted-constant", "hf-lookup", "hf-static")
+VLLM_METHODS = ("vllm", "vllm-ngram", "vllm-draft")
+PEERS = (*HF_METHODS, *VLLM_METHODS)  # of other libraries, timed in the same turns
 MODES = ("off", "chain-4", "chain-8", "tree", "graph", "auto")  # that are timed if none are named
 
 
@@ -43,7 +46,10 @@ def mode_named(word: str) -> GraphConfig:
     word, *named = word.split(":")
     mode, dash, size = word.partition("-")
     if mode not in CHOICES["mode"] or (dash and not size.isdecimal()) or word.startswith("off-"):
-        raise UsageError(f"there is no mode {word}: name auto, graph, tree, chain or off, or as in chain-6 and tree-64")
+        raise UsageError(
+            f"there is no mode {word}: name auto, graph, tree, chain or off, or as in chain-6 and tree-64; "
+            f"of other libraries: {', '.join(PEERS)}"
+        )
     settings: dict[str, Any] = {"mode": mode}
     if dash:
         settings["chain_length" if mode == "chain" else "max_nodes"] = int(size)

@@ -12,7 +12,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from draftgraph.bench.report import MEAN, DraftReport
+from draftgraph.bench.report import MEAN, REASON, DraftReport
 from draftgraph.bench.report import Table as Titled
 from draftgraph.bench.structures import chosen
 from draftgraph.bench.tasks import read_tasks
@@ -121,7 +121,10 @@ def show_tables(tables: Iterable[Titled], explanation: str, no_wrap: bool = True
         shown.padding = 0  # all of it in 80 columns: the box leaves a space between them
         shown.add_column(table.header[0], overflow="fold", min_width=8)
         for name in table.header[1:]:
-            shown.add_column(name.replace(" ", "\n"), justify="right", no_wrap=no_wrap)
+            sentences = name == REASON
+            shown.add_column(
+                name.replace(" ", "\n"), justify="left" if sentences else "right", no_wrap=no_wrap and not sentences
+            )
         for cells in table.lines:
             if cells[0] == MEAN:
                 shown.add_section()

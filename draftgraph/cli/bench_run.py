@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftgraph.bench.runs import FILE, read_records
-from draftgraph.bench.structures import MODES, mode_named
+from draftgraph.bench.structures import MODES, PEERS, mode_named
 from draftgraph.bench.suites import DEFAULT, SUITES, suite_named
 from draftgraph.bench.tasks import OWN, read_tasks
 from draftgraph.cli.bench import TASKS, Tasks, listed, show_tables
@@ -51,10 +51,11 @@ Inflate = Annotated[str | None, option("Model", "Put the target into a large sha
 NewTokens = Annotated[int | None, option(RUNS, f"Tokens of an answer at most, {DEFAULT.new_tokens}", shown_range(1))]
 Modes = Annotated[
     str | None,
-    option(RUNS, f"chain-6: six levels; tree-32, auto-32: so many nodes; left out: {ALL_MODES}", "MODE,MODE"),
+    option(RUNS, f"chain-6: six levels; tree-32: so many nodes; hf, vllm: others'; left out: {ALL_MODES}", "MODE,MODE"),
 ]
 Repeats = Annotated[int | None, option(RUNS, f"Answers of each mode to each prompt, {DEFAULT.repeats}", shown_range(1))]
-Transformers = Annotated[bool, typer.Option("--transformers", help="Also transformers' generate", rich_help_panel=RUNS)]
+Transformers = Annotated[bool, typer.Option("--transformers", help="Also all modes hf-...", rich_help_panel=RUNS)]
+Vllm = Annotated[str | None, option(RUNS, "For modes vllm-...: python of an environment that has it", "PYTHON")]
 Seconds = Annotated[float | None, option(RUNS, "Stop in time; the same command goes on", "N")]
 Out = Annotated[str, option(OUTPUT, "Keep every measurement there, and write report.json, .md and .png", "DIR")]
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="The --out of bench run")]
@@ -72,6 +73,7 @@ def run(
     modes: Modes = None,
     repeats: Repeats = None,
     transformers: Transformers = False,
+    vllm: Vllm = None,
     seconds: Seconds = None,
 ) -> None:
     """Time the modes on prompts, in turns; stopped at any time, the same command goes on."""
@@ -87,7 +89,8 @@ def run(
     if not wanted.modes:
         raise UsageError(f"modes must name at least one, as in {ALL_MODES}")
     for word in wanted.modes:
-        mode_named(word)
+        if word not in PEERS:
+            mode_named(word)
     found, sampling = read_tasks(data or [OWN], listed(tasks), wanted.prompts), settings.sampling_arguments()
     profile = None if settings.profile is None else settings.graph_config()
     pair = load_pair(settings)
@@ -105,6 +108,7 @@ def run(
         top_p=sampling.get("top_p"),
         seed=sampling.get("seed", 0),
         transformers=transformers,
+        vllm=vllm,
         seconds=None if seconds is None else seconds - (time.monotonic() - start),
         names=shown_names(settings),
         profile=profile,

@@ -51,9 +51,10 @@ class Outcome:
         for prompt, taken in times_of(own, mode).items():
             ratios.setdefault(prompt[0], []).append(plain[prompt] / taken)
         tasks = {task: geometric_mean({task: of_task}, np.median).ratio for task, of_task in ratios.items()}
-        figures = (found.overall.tokens_per_pass, found.overall.nodes_per_pass, found.overall.draft_passes)
-        speed = geometric_mean(ratios, np.median)
-        return cls(speed, *figures, tasks, found.answers, found.same, found.ties)
+        names = ("tokens_per_pass", "nodes_per_pass", "draft_passes")
+        figures = {name: getattr(found.overall, name) for name in names}
+        counts = {"answers": found.answers, "same": sum(run["same"] for run in own), "ties": found.ties}
+        return cls(speed=geometric_mean(ratios, np.median), tasks=tasks, **figures, **counts)
 
     @property
     def step_cost(self) -> float:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from draftgraph.config import PAPER
 
 # Tasks by what they are good for: whichever of them are there. Names as in the paper, and those of the own prompts.
-MAIN = ("gsm8k", "xsum", "alpaca", "wmt14_deen", "math", "summaries", "instructions", "into_english")
-UNLIKE = ("poetry", "writing_prompts", "creative_alpaca", "stories")  # low in repetition
-FOREIGN = ("wmt14_ende", "out_of_english")
+MAIN = ("gsm8k", "xsum", "alpaca", "wmt14_deen", "math", "summary", "instruct", "to_en")
+UNLIKE = ("poetry", "writing_prompts", "creative_alpaca", "story")  # low in repetition
+FOREIGN = ("wmt14_ende", "from_en")
 CHAINS = ("chain-3", "chain-4", "chain-6", "chain-8")  # standard speculative decoding: the best of them counts
 STRUCTURES = (*CHAINS, "tree", "graph")
 OUT_DEGREES = tuple(range(1, 9))

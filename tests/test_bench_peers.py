@@ -1,0 +1,200 @@
+"""Methods of other libraries in `bench run`: timed in the same turns, and where they fail a row that says why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_tools import pair_in, write_tasks
+from cli_tools import Runner
+
+from draftgraph.bench import bench_run, vllm_methods
+from draftgraph.bench.exports import Exports
+from draftgraph.bench.hf_methods import Generate
+from draftgraph.bench.methods import Answer
+from draftgraph.bench.runs import Place, Record, read_records
+from draftgraph.bench.speed_report import SpeedReport
+from draftgraph.bench.structures import HF_METHODS
+from draftgraph.models.student import cut_student, lend_output_rows
+from draftgraph.pair import Pair
+
+TASKS = {"cats": ["the cat sat", "a cat"]}
+QUICK = ["hf", "hf-assisted", "hf-assisted-constant", "hf-lookup"]
+STAND_IN = """
+import os, sys, time
+__version__ = "9.9"
+print("a log line on stdout")
+if os.environ.get("VLLM_STAND_IN") == "broken":
+    print("ValueError: no such quantisation", file=sys.stderr)
+    raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+class SamplingParams:
+    def __init__(self, **given):
+        self.given = given
+        assert given["temperature"] == 0.0 and given["ignore_eos"]
+
+class LLM:
+    def __init__(self, **options):
+        assert os.path.exists(os.path.join(options["model"], "model.safetensors")), options
+        draft = options.get("speculative_config", {}).get("model")
+        assert draft is None or os.path.exists(os.path.join(draft, "config.json"))
+        assert options["enable_prefix_caching"] is False and options["dtype"] == "float32"
+
+    def generate(self, prompt, sampling, use_tqdm):
+        if os.environ.get("VLLM_STAND_IN") == "dying":
+            os._exit(3)
+        tokens = list(range(sampling.given["max_tokens"]))
+        time.sleep(0.002 * len(tokens))
+        return [type("", (), {"outputs": [type("", (), {"token_ids": tokens})]})]
+"""
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Pair:
+    return pair_in(folder)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A python that finds a package which answers like vllm."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "vllm.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return sys.executable
+
+
+def small(pair: Pair, out: Path, modes: list[str], **changes: Any) -> SpeedReport:
+    return bench_run(pair, TASKS, out, modes=modes, **{"max_new_tokens": 6, "repeats": 2} | changes)
+
+
+def runs_of(out: Path, mode: str) -> list[Record]:
+    return [record for record in read_records(out) if record["kind"] == "run" and record["mode"] == mode]
+
+
+# transformers
+
+
+def test_peers_are_timed_in_the_turns_of_our_modes_and_give_the_same_tokens(pair: Pair, tmp_path: Path) -> None:
+    report = small(pair, tmp_path, ["chain-2", *QUICK])
+    places = [Place.of(record) for record in read_records(tmp_path) if record["kind"] == "run"]
+    assert [place.mode for place in places[:6]] == ["off", "chain-2", *QUICK]
+    assert not report.failed and report.measured == report.planned == 2 * 2 * 6
+    for mode in QUICK:
+        figures = report.mode(mode)
+        assert figures.same == figures.answers == 4 and figures.library is not None
+        assert figures.overall.ms_per_token > 0 and figures.overall.first_token_ms > 0
+        assert figures.overall.tokens_per_pass is None and figures.acceptance is None
+        assert all(run["new_tokens"] == 6 and "steps" not in run for run in runs_of(tmp_path, mode))
+    assert not list(tmp_path.glob(".models-*"))
+    count = len(read_records(tmp_path))
+    small(pair, tmp_path, ["chain-2", *QUICK])
+    assert len(read_records(tmp_path)) == count + 1, "only that it was called again"
+
+
+def test_a_draft_of_fewer_tokens_assists_as_a_plain_model(folder: Path, tmp_path: Path) -> None:
+    whole = pair_in(folder)
+    draft = cut_student(whole.target, [0])
+    lend_output_rows(draft, whole.target, torch.arange(0, whole.target.config.vocab_size, 2))
+    pair = Pair(whole.target, draft, whole.tokenizer)
+    report = small(pair, tmp_path, ["hf-assisted"], repeats=1)
+    assert not report.failed and report.mode("hf-assisted").same == 2
+
+
+def test_nothing_is_claimed_of_what_a_peer_samples(pair: Pair, tmp_path: Path) -> None:
+    report = small(pair, tmp_path, ["hf"], temperature=0.9, top_p=0.9, seed=3)
+    assert report.mode("hf").same is None and report.mode("off").same == 4
+    first, again = (run["tokens_digest"] for run in runs_of(tmp_path, "hf") if run["prompt"] == 0)
+    assert first == again, "the same seed every time"
+
+
+def test_transformers_is_short_for_its_methods(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Generate, "answer", lambda self, prompt: Answer([1, 2], 1, 0.1, 0.1))
+    report = small(pair, tmp_path, ["off"], transformers=True, repeats=1)
+    assert [mode.mode for mode in report.modes] == ["off", *HF_METHODS] and not report.mode("hf").same
+
+
+# Failing
+
+
+def test_a_method_that_fails_is_given_up_and_the_others_go_on(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, asked = Generate.answer, []
+
+    def failing(self: Generate, prompt: str) -> Answer:
+        if self.name == "hf-lookup":
+            asked.append(prompt)
+            if len(asked) == 3:  # a warm-up, an answer, and no more
+                raise RuntimeError("out of luck\nand more")
+        return honest(self, prompt)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Generate, "answer", failing)
+        report = small(pair, tmp_path, ["hf-lookup", "hf"])
+    assert len(asked) == 3 and report.failed == {"hf-lookup": "RuntimeError: out of luck"}
+    assert report.measured == report.planned == 9 and report.mode("hf").answers == 4
+    report = small(pair, tmp_path, ["hf-lookup", "hf"])
+    assert not report.failed and report.measured == report.planned == 12, "the next call tries again"
+
+
+def test_without_a_draft_there_is_no_assistant(pair: Pair, tmp_path: Path) -> None:
+    alone = Pair(pair.target, None, pair.tokenizer)
+    report = small(alone, tmp_path, ["hf-assisted"])
+    assert report.failed == {"hf-assisted": "this pair has no draft model"}
+    themselves = Exports(Pair(pair.target, pair.target, pair.tokenizer), pair.target, tmp_path)
+    with pytest.raises(Exception, match="the target drafts for itself"):
+        _ = themselves.assistant
+
+
+# vLLM
+
+
+def test_vllm_answers_from_an_environment_of_its_own(pair: Pair, tmp_path: Path, stand_in: str) -> None:
+    modes = ["vllm", "vllm-ngram", "vllm-draft"]
+    report = small(pair, tmp_path / "out", modes, vllm=stand_in, repeats=1)
+    assert not report.failed and [mode.mode for mode in report.modes] == ["off", *modes]
+    for run in (run for mode in modes for run in runs_of(tmp_path / "out", mode)):
+        assert run["tokens"] == [0, 1, 2, 3, 4, 5] and not run["same"] and run["seconds"] >= 0
+        assert "resident_bytes" not in run, "it is another process"
+        assert 1.9 < run["ms_per_token"] < 100 and run["first_token_seconds"] > 0.0019
+    assert report.mode("vllm").library == "vllm 9.9"
+    assert not list((tmp_path / "out").glob(".models-*"))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"), [("broken", "ValueError: no such quantisation"), ("dying", "the worker of vllm ended")]
+)
+def test_a_vllm_that_fails_says_why(
+    pair: Pair, tmp_path: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch, behaviour: str, reason: str
+) -> None:
+    monkeypatch.setenv("VLLM_STAND_IN", behaviour)
+    report = small(pair, tmp_path / "out", ["vllm"], vllm=stand_in, repeats=1)
+    assert report.failed == {"vllm": reason} and report.measured == report.planned == 2
+
+
+def test_a_silent_vllm_is_ended(pair: Pair, tmp_path: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_methods, "PATIENCE", 0.2)
+    (tmp_path / "site" / "vllm.py").write_text("import time; time.sleep(60)")
+    report = small(pair, tmp_path / "out", ["vllm"], vllm=stand_in, repeats=1)
+    assert report.failed == {"vllm": "vllm gave no answer in 0.2 seconds"}
+
+
+# The command
+
+
+def test_the_command_shows_the_rows_and_the_reasons(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, data = Runner(capsys, monkeypatch), write_tasks(tmp_path / "data", TASKS)
+    common = ("bench", "run", "--data", data, "--target", folder, "--new-tokens", 4, "--repeats", 1)
+    done = run(*common, "--modes", "off,hf,vllm,vllm-ngram", "--out", tmp_path / "out")
+    assert done.status == 0 and "Not measured" in done.out and "give its python, --vllm PYTHON" in done.out
+    assert "goes on" not in done.err, "nothing is left to be measured"
+    done = run(*common, "--modes", "vllm", "--out", tmp_path / "two", "--vllm", tmp_path / "nowhere", "--json")
+    assert "cannot be run: No such file" in json.loads(done.out)["failed"]["vllm"]
