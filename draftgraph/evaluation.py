@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftgraph.config import GraphConfig
-from draftgraph.decoder import fresh_seed
+from draftgraph.decoder import GraphDecoder, fresh_seed
 from draftgraph.errors import UsageError
 from draftgraph.pair import load
 from draftgraph.stats import Stats
@@ -61,13 +61,13 @@ class DraftGraphLM(HFLM):  # type: ignore[misc]
         if unknown := sorted(arguments.keys() - OF_LOADING - OF_GRAPH - OF_HARNESS):
             known = ", ".join(sorted(OF_LOADING | OF_GRAPH | OF_HARNESS))
             raise UsageError(f"{unknown[0]} is no argument of the model draftgraph: it takes {known}")
+        config = GraphConfig(**picked(arguments, OF_GRAPH))
         self.seeds = count(fresh_seed())  # before anything else asks torch for numbers
         pair = load(**picked(arguments, OF_LOADING))
         if pair.tokenizer is None:
             raise UsageError("an evaluation needs a tokenizer, and this target has none: save one into its folder")
-        pair.config = GraphConfig(**picked(arguments, OF_GRAPH))
         super().__init__(pair.target, tokenizer=pair.tokenizer, **picked(arguments, OF_HARNESS))
-        self.decoder = pair.decoder
+        self.decoder = GraphDecoder(pair.target, pair.draft, config=config)
         self.stats = Stats()
 
     @classmethod
