@@ -95,6 +95,7 @@ class DraftGraphLM(HFLM):  # type: ignore[misc]
             prompt = ids[seen][None]
             out = self.decoder.generate(
                 prompt,
+                attention_mask=torch.ones_like(prompt),  # a chat may have the padding's token inside
                 max_new_tokens=max_length - context.shape[1],
                 stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, prompt.shape[1], 1),
                 pad_token_id=self.tokenizer.pad_token_id,

@@ -31,7 +31,8 @@ same_answers = import_module("same_answers")
 WINDOW = 64
 MODES = ("off", "chain", "tree", "graph", "auto")
 LONG = " ".join([PROMPT] * 12)  # more tokens than the window has
-CONTEXTS = [PROMPT, "the mat", "the dog ran", "a cat sat on the the the", "trailing space ", LONG]
+CHAT = "<|user|>the cat<|end|><|user|>the mat<|end|><|assistant|>"  # with the token that the harness pads with
+CONTEXTS = [PROMPT, "the mat", "the dog ran", "a cat sat on the the the", "trailing space ", CHAT, LONG]
 
 
 @pytest.fixture(scope="module")
