@@ -49,7 +49,7 @@ def refused(done: Done, *words: str, status: int = 2) -> None:
         assert word in done.err
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, alphabet: list[str] | None = None) -> Path:
     """A random Llama that never ends an answer by itself, with a byte-level tokenizer and a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,7 +58,7 @@ def save_tiny_model(folder: Path) -> Path:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = alphabet or pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )

@@ -20,6 +20,7 @@ from draftgraph.cli.compare import compare
 from draftgraph.cli.distill import DISTILL_OPTIONS, distill
 from draftgraph.cli.doctor import DOCTOR_OPTIONS, doctor
 from draftgraph.cli.errors import INTERRUPTED, WRONG_USE, complain, usage_line
+from draftgraph.cli.evaluate import EVAL_CONTEXT, evaluate
 from draftgraph.cli.generate import generate
 from draftgraph.cli.inspect import INSPECT_DEFAULTS, inspect
 from draftgraph.cli.tune import TUNE_OPTIONS, tune
@@ -36,6 +37,7 @@ register(app, doctor, only=DOCTOR_OPTIONS)
 register(bench, run, only=RUN_OPTIONS)
 register(bench, report, only=REPORT_OPTIONS)
 register(bench, paper, only=PAPER_OPTIONS)
+app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
 app.add_typer(bench)
 
 
