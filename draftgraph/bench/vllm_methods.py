@@ -181,7 +181,7 @@ def sampling_of(request: Request, arguments: Any) -> Record:
 
 
 def surroundings(device: torch.device) -> dict[str, str]:
-    """The same GPU. On a CPU it binds its threads to cores by itself: kept from that, `ngram` took five times as long."""
+    """The same GPU. On a CPU it binds threads to cores by itself: kept from that, `ngram` took five times as long."""
     if device.type != "cuda":
         return {}
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
