@@ -24,18 +24,18 @@ class Suite:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
-WITH_SHORT_CHAINS = ("off", "chain-2", *MODES[1:])
+OF_TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
 DEFAULT = Suite(prompts=8, new_tokens=128, repeats=3, modes=MODES)
 SUITES = {
-    "quick": Suite(prompts=2, new_tokens=40, repeats=1, modes=WITH_SHORT_CHAINS),  # minutes on two cores
-    "full": Suite(prompts=8, new_tokens=128, repeats=3, modes=WITH_SHORT_CHAINS),
+    "quick": Suite(2, 40, 1, ("off", "chain-4", "tree", "graph", "auto", *OF_TRANSFORMERS)),  # minutes on two cores
+    "full": Suite(8, 128, 3, ("off", "chain-2", *MODES[1:], *OF_TRANSFORMERS)),
 }
 
 
 def suite_named(name: str | None) -> Suite:
     """
-    >>> suite_named("quick").changed(repeats=2, prompts=None)
-    Suite(prompts=2, new_tokens=40, repeats=2, modes=('off', 'chain-2', 'chain-4', 'chain-8', 'tree', 'graph', 'auto'))
+    >>> suite_named("quick").changed(repeats=3, prompts=None).repeats
+    3
     """
     if name is None:
         return DEFAULT
