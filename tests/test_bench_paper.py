@@ -44,6 +44,7 @@ def lines(folder: Path) -> int:
 
 def test_every_item_is_answered(pair: Pair, study: Path) -> None:
     report = PaperReport.of(study)
+    assert report is not None and PaperReport.of(study / "none") is None
     assert [one.name for one in report.findings] == [
         "main",
         "claims",
@@ -76,8 +77,8 @@ def test_a_wrong_mask_at_the_draft_changes_nothing_and_at_the_target_it_may(pair
     arguments = {"max_new_tokens": 40, "min_new_tokens": 40}
     right = masks.answer(pair, "the cat sat on", arguments)["tokens"]
     assert masks.answer(pair, "the cat sat on", arguments, draft=1.0)["tokens"] == right
-    assert masks.first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert masks.first_difference([1, 2, 3], [1, 4, 3]) == masks.first_difference([1], [1, 2]) == 1
+    engines = pair.decoder.target_engine, pair.decoder.draft_engine
+    assert not any(name in vars(engine) for engine in engines for name in ("forward", "check")), "put back"
 
 
 def test_strangers_are_no_ancestors_and_nobody_sees_the_future() -> None:

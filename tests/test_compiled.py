@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgraph.compiled.heap import THING, pop, push
-from draftgraph.compiled.opinions import CHOICES, correct, pool
+from draftgraph.compiled.opinions import CHOICES, REST, SILENCE, UNNAMED, WEIGHT, correct, pool
 from draftgraph.compiled.passes import WORD, ancestor_bits
 from draftgraph.compiled.table import FREE, empty, get, put, take_over
 from draftgraph.drafting.calibration import PLACES
-from draftgraph.drafting.pool import pooled
 
 keys = st.integers(0, 1 << 62)
 
@@ -65,8 +64,20 @@ def test_bits_tell_of_all_ancestors(backs: list[int]) -> None:
         assert found == seen
 
 
+def weighed(drafted: Any, probs: Any, named: Any, said: Any) -> Any:
+    """The formula at once: what a draft proposes, and what memories name, every token once."""
+    same = named[:, None] == drafted
+    alone = ~same.any(axis=1) & (named != -1)
+    support = (np.maximum(said, SILENCE) / SILENCE) ** WEIGHT
+    believed = probs * (same * support[:, None]).max(axis=0, initial=1.0)
+    unnamed = UNNAMED * support * alone
+    total = believed.sum() + unnamed.sum() + max(1.0 - probs.sum(), REST)
+    without = said * alone / max((said * alone).sum(), 1.0)
+    return np.concatenate([believed / total, unnamed / total if probs.sum() > 0 else without])
+
+
 @given(st.data())
-def test_opinions_are_pooled_as_everywhere_else(data: Any) -> None:
+def test_opinions_are_pooled_by_the_formula(data: Any) -> None:
     k = data.draw(st.integers(1, 5))
     names = data.draw(st.lists(st.integers(0, 9), min_size=k, max_size=k, unique=True))
     said = np.zeros(k + 2 * CHOICES)
@@ -79,7 +90,7 @@ def test_opinions_are_pooled_as_everywhere_else(data: Any) -> None:
     said[k : k + len(others)] = data.draw(st.lists(st.floats(0.01, 0.9), min_size=len(others), max_size=len(others)))
     estimates, chances = np.empty(len(said)), np.empty(len(said))
     pool(named, said, k, estimates)
-    assert estimates.tolist() == pytest.approx(pooled(named[None], said[None], k)[0].tolist())
+    assert estimates.tolist() == pytest.approx(weighed(named[:k], said[:k], named[k:], said[k:]).tolist())
     curves = np.tile(PLACES, (3, 1))
     correct(estimates, k, PLACES, curves, chances)
     kept = chances > 0

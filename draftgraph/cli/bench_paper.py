@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from draftgraph.bench.paper.items import FOREIGN, MAIN, UNLIKE
-from draftgraph.bench.tasks import read_tasks
-from draftgraph.cli.bench import Data
-from draftgraph.cli.bench_run import RUNS, SHAPES, Inflate, Out, Seconds, shown_names
+from draftgraph.bench.tasks import OWN, read_tasks
+from draftgraph.cli.bench_run import RUNS, Data, Inflate, Out, Seconds, refuse_unknown_limits, shown_names
 from draftgraph.cli.errors import complain
-from draftgraph.cli.options import Settings, option, refuse_outside
+from draftgraph.cli.options import Settings, option
 from draftgraph.cli.terminal import busy, console, load_pair, write_json
 from draftgraph.errors import UsageError
 
@@ -21,9 +20,9 @@ SizeName = Annotated[str, option(RUNS, "How much is measured: small for a CPU", 
 
 
 def paper(
-    data: Data,
     out: Out,
     settings: Settings,
+    data: Data = None,
     size: SizeName = "full",
     inflate: Inflate = None,
     seconds: Seconds = None,
@@ -32,11 +31,8 @@ def paper(
     start = time.monotonic()
     if size not in SIZES:
         raise UsageError(f"there is no size {size}: choose of {', '.join(SIZES)}")
-    if seconds is not None:
-        refuse_outside("seconds", seconds, 1)
-    if inflate is not None and inflate not in SHAPES:
-        raise UsageError(f"there is no shape {inflate}: choose of {', '.join(SHAPES)}")
-    tasks = {name: found for name, found in read_tasks(data).items() if name in (*MAIN, *UNLIKE, *FOREIGN)}
+    refuse_unknown_limits(inflate, seconds)
+    tasks = {name: found for name, found in read_tasks(data or [OWN]).items() if name in (*MAIN, *UNLIKE, *FOREIGN)}
     pair = load_pair(settings)
     with busy("starting"):
         from draftgraph.bench.paper.report import PaperReport
@@ -55,6 +51,8 @@ def paper(
     if not done:
         complain(f"the study in {out} is not complete: the same command goes on")
     report = PaperReport.of(Path(out).expanduser())
+    if report is None:
+        return
     report.save(Path(out).expanduser())
     if settings.json:
         write_json(report.to_dict())

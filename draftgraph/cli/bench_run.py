@@ -82,10 +82,7 @@ def run(
     wanted = suite_named(suite).changed(**given, modes=None if modes is None else listed(modes))
     for name in given:
         refuse_outside(name, getattr(wanted, name), 1)
-    if seconds is not None:
-        refuse_outside("seconds", seconds, 1)
-    if inflate is not None and inflate not in SHAPES:
-        raise UsageError(f"there is no shape {inflate}: choose of {', '.join(SHAPES)}")
+    refuse_unknown_limits(inflate, seconds)
     if not wanted.modes:
         raise UsageError(f"modes must name at least one, as in {ALL_MODES}")
     for word in wanted.modes:
@@ -119,6 +116,13 @@ def run(
     elif measured.unscored:
         complain(f"{measured.unscored} answers are not scored in float32 yet: the same command goes on")
     show(measured, settings)
+
+
+def refuse_unknown_limits(inflate: str | None, seconds: float | None) -> None:
+    if seconds is not None:
+        refuse_outside("seconds", seconds, 1)
+    if inflate is not None and inflate not in SHAPES:
+        raise UsageError(f"there is no shape {inflate}: choose of {', '.join(SHAPES)}")
 
 
 def shown_names(settings: Settings) -> dict[str, str | None]:

@@ -16,7 +16,6 @@ TOKEN_BITS = 20  # in a key
 # How much of the target's probability behind the same 1, 2 or 3 tokens holds at another place: counted at 1,000 places
 # in a 135M model's answers, greedy and at temperature 0.7. Four tokens say no more than three.
 TRUST = np.array([0.6, 0.87, 0.93])
-NO_TOKEN = -1
 HUGE = 1e30  # for logits that are no numbers
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SHIFTS = np.array([30, 27, 31, 12], dtype=np.uint64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftgraph.compiled.opinions import REST, SILENCE, UNNAMED, WEIGHT
+from draftgraph.compiled.opinions import pool
 from draftgraph.drafting.calibration import ORDER, Calibration
 from draftgraph.graph import NO_TOKEN, Floats, Ints, Source, TokenGraph, TokenTree
 
@@ -110,23 +110,12 @@ def pooled(tokens: Ints, said: Floats, k: int) -> Floats:
     known = named[k:, None] == named[None, k:]  # [columns, columns, nodes]
     earlier = (known & np.tri(len(known), k=-1, dtype=bool).T[:, :, None]).any(axis=0)
     loudest = (known * opinions[k:, None]).max(axis=0, initial=0.0)
-    remembered, heard = np.where(earlier, NO_TOKEN, named[k:]), np.where(earlier, 0.0, loudest)
-    chances: Floats = np.concatenate(weighed(named[:k], opinions[:k], remembered, heard)).T
+    once = np.concatenate([named[:k], np.where(earlier, NO_TOKEN, named[k:])]).T.copy()
+    heard = np.concatenate([opinions[:k], np.where(earlier, 0.0, loudest)]).T.copy()
+    chances = np.empty(heard.shape)
+    for row in range(len(once)):
+        pool(once[row], heard[row], k, chances[row])
     return chances
-
-
-def weighed(drafted: Ints, probs: Floats, named: Ints, said: Floats) -> tuple[Floats, Floats]:
-    """Chances of what a draft proposes [k, nodes] and of what memories name [columns, nodes], every token once: what
-    the draft names too is 0 there. Nodes stand in rows that are long: NumPy is slow at short ones."""
-    same = named[:, None] == drafted  # [columns, k, nodes]
-    alone = ~same.any(axis=1) & (named != NO_TOKEN)
-    support = (np.maximum(said, SILENCE) / SILENCE) ** WEIGHT
-    believed = probs * (same * support[:, None]).max(axis=0, initial=1.0)
-    unnamed = UNNAMED * support * alone
-    certain = probs.sum(axis=0)  # 0 where no draft was asked
-    total = believed.sum(axis=0) + unnamed.sum(axis=0) + np.maximum(1.0 - certain, REST)
-    without = said * alone / np.maximum((said * alone).sum(axis=0), 1.0)
-    return believed / total, np.where(certain > 0, unnamed / total, without)
 
 
 def revise(graph: TokenGraph, node: int, tokens: Ints, chances: Floats) -> None:

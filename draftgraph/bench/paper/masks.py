@@ -27,7 +27,7 @@ PLAIN = mode_named("off")
 @contextmanager
 def wrong_masks(engine: Engine, share: float, seed: int = 0) -> Iterator[None]:
     """While entered, this share of the nodes of a pass also see a node that is no ancestor of theirs."""
-    random, forward, check = np.random.default_rng(seed), engine.forward, engine.check
+    random, forward = np.random.default_rng(seed), engine.forward
 
     def wrong_forward(tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
         return forward(tokens, depths, with_strangers(visible, share, random))
@@ -39,7 +39,7 @@ def wrong_masks(engine: Engine, share: float, seed: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        engine.forward, engine.check = forward, check  # type: ignore[method-assign]
+        del engine.forward, engine.check
 
 
 def with_strangers(visible: Bools, share: float, random: np.random.Generator) -> Bools:
@@ -61,14 +61,6 @@ def answer(pair: Pair, prompt: str, arguments: dict[str, Any], target: float = 0
         for _ in decoding:
             pass
     return {"tokens": decoding.new_tokens, "tokens_per_pass": decoding.stats.mean_accepted_length}
-
-
-def first_difference(tokens: list[int], plain: list[int]) -> int | None:
-    """The place of the first token that is not plain decoding's."""
-    for place, (one, other) in enumerate(zip(tokens, plain, strict=False)):
-        if one != other:
-            return place
-    return None if len(tokens) == len(plain) else min(len(tokens), len(plain))
 
 
 @torch.no_grad()

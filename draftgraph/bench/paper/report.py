@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draftgraph.bench.paper.counts import measured
 from draftgraph.bench.paper.findings import Finding, findings
 from draftgraph.bench.paper.items import ITEMS
-from draftgraph.bench.speed_tables import settings_of, title_of
-from draftgraph.errors import UsageError
+from draftgraph.bench.speed_tables import labelled, settings_of, title_of
 from draftgraph.models.cache import replacing
 
 VERDICTS = {True: "as the paper has it", False: "not as the paper has it", None: ""}
@@ -24,11 +23,12 @@ class PaperReport:
     findings: list[Finding]
 
     @classmethod
-    def of(cls, folder: Path) -> PaperReport:
-        found = findings(folder)
+    def of(cls, folder: Path) -> PaperReport | None:
+        """None: no item is finished yet."""
         known = next((one for item in ITEMS if (one := measured(folder / item.name)) is not None), None)
-        if known is None or not found:
-            raise UsageError(f"no item of the study in {folder} is finished: run bench paper again")
+        if known is None:
+            return None
+        found = [replace(one, answer=labelled(one.answer, known.report)) for one in findings(folder)]
         return cls(title_of(known.report).replace("Speed of", "The paper's study:"), settings_of(known.report), found)
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from draftgraph.bench.paper import masks, probes
 from draftgraph.bench.paper.items import ITEMS, MAIN, TAUS, TEMPERATURES, UNLIKE
 from draftgraph.bench.runs import FILE, Record, Runs, of_kind, records_in
+from draftgraph.bench.sameness import first_difference
 from draftgraph.bench.speed import Deadline, bench_run, pair_key
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
 from draftgraph.models.progress import progress_bar
 from draftgraph.text import encode
+from draftgraph.trace import Step
 
 if TYPE_CHECKING:
     from draftgraph.pair import Pair
@@ -109,13 +111,13 @@ def probe_all(
     configuration = pair_key(pair) | {"new_tokens": size.new_tokens, "long_tokens": size.long_tokens, "seed": seed}
     with Runs(folder / PROBES, configuration) as runs:
         known = {Probe.of(record) for record in runs.records if "setting" in record}
-        missing = [probe for probe in wanted(tasks, size) if probe not in known]
+        missing, looks = [probe for probe in wanted(tasks, size) if probe not in known], Looks(pair, tasks, size, seed)
         with progress_bar(f"{len(missing)} answers looked into") as report:
             for done, probe in enumerate(missing):
                 if deadline.is_near:
                     return False
                 with deadline.watch():
-                    found = LOOKS[probe.kind](pair, tasks, probe, size, seed)
+                    found = looks.at(probe)
                 place = {"setting": probe.setting, "task": probe.task, "prompt": probe.prompt}
                 runs.append(probe.kind, place | found)
                 report((done + 1) / len(missing))
@@ -133,55 +135,71 @@ def wanted(tasks: Mapping[str, Sequence[str]], size: Size) -> Iterator[Probe]:
     yield from (Probe("masks", share, task, 0) for task in long for share in shares)
 
 
-def look_at_borrowing(pair: Pair, tasks: Mapping[str, Sequence[str]], probe: Probe, size: Size, seed: int) -> Record:
-    arguments = {"max_new_tokens": size.new_tokens, "seed": seed}
-    text, steps = probes.steps_of(pair, tasks[probe.task][probe.prompt], f"graph:tau={probe.setting}", arguments)
-    random = Random(seed)
-    found = [record for one in probes.seen(pair, text, steps) for record in probes.borrowing(one, random)]
-    nodes = sum(len(step.graph) for step in steps)
-    return {"steps": len(steps), "nodes": nodes, "merges": found}
+@dataclass
+class Looks:
+    """What is looked for in the answers of a pair."""
 
+    pair: Pair
+    tasks: Mapping[str, Sequence[str]]
+    size: Size
+    seed: int
+    _plain: dict[str, list[int]] = field(default_factory=dict)  # long answers without drafting, by prompt
 
-def look_at_overlap(pair: Pair, tasks: Mapping[str, Sequence[str]], probe: Probe, size: Size, seed: int) -> Record:
-    """Beside hypotheses of the next prompt, which has nothing to do with this one."""
-    arguments: dict[str, Any] = {"max_new_tokens": size.new_tokens, "seed": seed}
-    if float(probe.setting):
-        arguments["temperature"] = float(probe.setting)
-    prompts = [prompt for task in MAIN if task in tasks for prompt in tasks[task][: size.prompts]]
-    prompt = tasks[probe.task][probe.prompt]
-    other = prompts[(prompts.index(prompt) + 1) % len(prompts)]
-    text, steps = probes.steps_of(pair, prompt, "tree", arguments)
-    _, other_steps = probes.steps_of(pair, other, "tree", arguments)
-    others = [path for step in other_steps for path in probes.hypotheses(step.graph)] if other != prompt else []
-    random = Random(seed)
+    def at(self, probe: Probe) -> Record:
+        prompt = self.tasks[probe.task][probe.prompt]
+        found: Record = getattr(self, probe.kind)(prompt, probe.setting)
+        return found
 
-    def kind_of(token: int) -> str:
-        return probes.kind_of_token(pair.tokenizer.decode([token]))
+    def borrowing(self, prompt: str, tau: str) -> Record:
+        text, steps = self._steps(prompt, f"graph:tau={tau}")
+        random = Random(self.seed)
+        found = [record for one in probes.seen(self.pair, text, steps) for record in probes.borrowing(one, random)]
+        return {"steps": len(steps), "nodes": sum(len(step.graph) for step in steps), "merges": found}
 
-    pairs = [found for one in probes.seen(pair, text, steps) for found in probes.overlap(one, others, kind_of, random)]
-    return {"steps": len(steps), "pairs": pairs}
+    def overlap(self, prompt: str, temperature: str) -> Record:
+        """Beside hypotheses of the next prompt, which has nothing to do with this one."""
+        sampling = {"temperature": float(temperature)} if float(temperature) else {}
+        prompts = [one for task in MAIN if task in self.tasks for one in self.tasks[task][: self.size.prompts]]
+        other = prompts[(prompts.index(prompt) + 1) % len(prompts)]
+        text, steps = self._steps(prompt, "tree", **sampling)
+        _, unrelated = self._steps(other, "tree", **sampling) if other != prompt else ([], [])
+        others = [path for step in unrelated for path in probes.hypotheses(step.graph)]
+        random, read = Random(self.seed), probes.seen(self.pair, text, steps)
+        pairs = [found for one in read for found in probes.overlap(one, others, self._kind_of, random)]
+        return {"steps": len(steps), "pairs": pairs}
 
+    def masks(self, prompt: str, setting: str) -> Record:
+        where, share = setting.split()
+        plain = self._long_answer(prompt)
+        found = masks.answer(self.pair, prompt, self._long, **{where: float(share)})
+        ids = encode(self.pair.tokenizer, prompt)
+        return {
+            "tokens_per_pass": found["tokens_per_pass"],
+            "first_difference": first_difference([found["tokens"], plain]),
+            "surprise": masks.surprise(self.pair, ids, found["tokens"]),
+            "plain_surprise": masks.surprise(self.pair, ids, plain),
+            "text": self.pair.tokenizer.decode(found["tokens"], skip_special_tokens=True),
+        }
 
-def look_at_masks(pair: Pair, tasks: Mapping[str, Sequence[str]], probe: Probe, size: Size, seed: int) -> Record:
-    prompt = tasks[probe.task][probe.prompt]
-    where, share = probe.setting.split()
-    arguments: dict[str, Any] = {"max_new_tokens": size.long_tokens, "min_new_tokens": size.long_tokens, "seed": seed}
-    plain = pair.start(prompt, config=masks.PLAIN, **arguments)
-    for _ in plain:
-        pass
-    found = masks.answer(pair, prompt, arguments, **{where: float(share)})
-    ids = encode(pair.tokenizer, prompt)
-    return {
-        "tokens_per_pass": found["tokens_per_pass"],
-        "first_difference": masks.first_difference(found["tokens"], plain.new_tokens),
-        "surprise": masks.surprise(pair, ids, found["tokens"]),
-        "plain_surprise": masks.surprise(pair, ids, plain.new_tokens),
-        "text": pair.tokenizer.decode(found["tokens"], skip_special_tokens=True),
-    }
+    @property
+    def _long(self) -> dict[str, Any]:
+        tokens = self.size.long_tokens
+        return {"max_new_tokens": tokens, "min_new_tokens": tokens, "seed": self.seed}
 
+    def _long_answer(self, prompt: str) -> list[int]:
+        if prompt not in self._plain:
+            decoding = self.pair.start(prompt, config=masks.PLAIN, **self._long)
+            for _ in decoding:
+                pass
+            self._plain[prompt] = decoding.new_tokens
+        return self._plain[prompt]
 
-Look = Callable[["Pair", Mapping[str, Sequence[str]], Probe, Size, int], Record]
-LOOKS: dict[str, Look] = {"borrowing": look_at_borrowing, "overlap": look_at_overlap, "masks": look_at_masks}
+    def _steps(self, prompt: str, mode: str, **sampling: Any) -> tuple[list[int], list[Step]]:
+        arguments = {"max_new_tokens": self.size.new_tokens, "seed": self.seed} | sampling
+        return probes.steps_of(self.pair, prompt, mode, arguments)
+
+    def _kind_of(self, token: int) -> str:
+        return probes.kind_of_token(self.pair.tokenizer.decode([token]))
 
 
 def probed(folder: Path, kind: str) -> list[Record]:
