@@ -306,7 +306,7 @@ def test_the_command_measures_reports_and_goes_on(run: Runner, folder: Path, dat
     assert done.status == 0 and done.err == "", done
     for word in ("cats", "mats", "all", "off", "chain-4", "auto", "4 of 4", "Milliseconds per token", "12 of 12"):
         assert word in done.out
-    assert {file.name for file in out.iterdir()} == {FILE, "report.json", "report.md", "report.png"}
+    assert {file.name for file in out.iterdir()} == {FILE, "report.json", "report.md", "report.png", "report.html"}
     text = (out / "report.md").read_text()
     assert text.startswith("# Speed of tiny, draft: self") and "| auto |" in text and "](report.png)" in text
 
@@ -390,7 +390,7 @@ def test_without_matplotlib_there_is_no_plot(
     out = tmp_path / "out"
     common = ("--modes", "off", "--repeats", 1, "--new-tokens", 4, "--prompts", 1)
     assert run("bench", "run", "--data", data, "--target", folder, "--out", out, *common).status == 0
-    assert {file.name for file in out.iterdir()} == {FILE, "report.json", "report.md"}
+    assert {file.name for file in out.iterdir()} == {FILE, "report.html", "report.json", "report.md"}
     assert "report.png" not in (out / "report.md").read_text()
 
 

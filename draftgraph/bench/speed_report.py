@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftgraph.bench.gaps import Rescored
-from draftgraph.bench.intervals import Speed, geometric_mean
+from draftgraph.bench.intervals import Speed, geometric_mean, noise_of
 from draftgraph.bench.runs import PLAIN, Place, Record, can_be_rescored, last_session, of_kind
 from draftgraph.bench.scores import TaskScore, scores_of
 from draftgraph.models.cache import replacing
 from draftgraph.stats import SOURCES
+
+if TYPE_CHECKING:
+    from draftgraph.bench.page import Part
 
 ALL = "all"
 
@@ -36,6 +40,7 @@ class Figures:
     task: str
     prompts: int
     ms_per_token: float  # prefill apart
+    noise: float | None  # half of its 95% interval, as a share, by the repeats alone; None: nothing was repeated
     first_token_ms: float  # prefill and the first step
     speed: Speed  # against plain decoding of the same prompts
     tokens_per_pass: float | None  # None here and below: another library, which does not tell
@@ -92,6 +97,7 @@ class ModeFigures:
     sources: Sources
     sources_without_loops: Sources
     acceptance: Acceptance | None
+    missed: dict[str, float]  # why the target's token was not in the graph, as shares; empty: nothing is told
     answers: int
     same: int | None  # answers with the tokens of plain decoding; None: no claim, another library has sampled them
     ties: int  # others that part where two tokens were as good as tied
@@ -114,6 +120,8 @@ class SpeedReport:
     failed: dict[str, str]  # methods of other libraries that the last call gave up, and why
     unscored: int  # answers in half precision that wait to be scored in float32
     scores: list[TaskScore]  # of tasks with references
+    latencies: Record | None = None  # of passes, as they were measured last; see `Latencies`
+    examples: dict[str, str] = field(default_factory=dict)  # a step of each mode, as a document of `inspect`
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> SpeedReport:
@@ -125,7 +133,19 @@ class SpeedReport:
         given_up = of_kind(records[last_session(records) :], "failed")
         planned = sessions[-1]["planned"] - sum(one["left_out"] for one in given_up) if sessions else len(runs)
         failed = {one["mode"]: one["reason"] for one in given_up}
-        return cls(configuration, len(runs), planned, modes, failed, answers_to_rescore(records), scores_of(runs))
+        warm_ups = of_kind(records, "warm-up")
+        latencies = [one["latencies"] for one in warm_ups if "latencies" in one]
+        return cls(
+            configuration,
+            len(runs),
+            planned,
+            modes,
+            failed,
+            answers_to_rescore(records),
+            scores_of(runs),
+            latencies[-1] if latencies else None,
+            {one["mode"]: one["example"] for one in warm_ups if "example" in one},
+        )
 
     @property
     def label(self) -> str | None:
@@ -136,17 +156,31 @@ class SpeedReport:
         return next(figures for figures in self.modes if figures.mode == name)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """But for the examples, which are pictures."""
+        return {name: value for name, value in asdict(self).items() if name != "examples"}
+
+    def to_markdown(self, plot: str | None = None) -> str:
+        """With a link to the `plot` where there is one."""
+        from draftgraph.bench.speed_tables import to_markdown
+
+        return to_markdown(self, plot)
+
+    def to_part(self) -> Part:
+        """Of a page."""
+        from draftgraph.bench.page.speed_part import speed_part
+
+        return speed_part(self)
 
     def save(self, folder: Path) -> None:
-        """Writes report.json, report.md and, where there is matplotlib, report.png."""
+        """Writes report.json, report.md, report.html and, where there is matplotlib, report.png."""
+        from draftgraph.bench.page import page
         from draftgraph.bench.speed_plot import save_plot
-        from draftgraph.bench.speed_tables import to_markdown
 
         plot = save_plot(self, folder / "report.png") if self.modes else None
         for name, content in (
             ("report.json", json.dumps(self.to_dict(), indent=2) + "\n"),
-            ("report.md", to_markdown(self, None if plot is None else plot.name)),
+            ("report.md", self.to_markdown(None if plot is None else plot.name)),
+            ("report.html", page([self.to_part()])),
         ):
             with replacing(folder / name) as partial:
                 partial.write_text(content, encoding="utf-8")
@@ -168,11 +202,15 @@ def answers_to_rescore(records: Sequence[Record]) -> int:
 
 def times_of(runs: Sequence[Record], mode: str, figure: str = "ms_per_token") -> dict[Prompt, float]:
     """The median of every prompt's repeats."""
+    return {prompt: median(values) for prompt, values in repeats_of(runs, mode, figure).items()}
+
+
+def repeats_of(runs: Sequence[Record], mode: str, figure: str = "ms_per_token") -> dict[Prompt, list[float]]:
     repeats: dict[Prompt, list[float]] = {}
     for run in runs:
         if run["mode"] == mode:
             repeats.setdefault((run["task"], run["prompt"]), []).append(run[figure])
-    return {prompt: median(values) for prompt, values in repeats.items()}
+    return repeats
 
 
 def mode_figures(
@@ -189,10 +227,11 @@ def mode_figures(
         mode,
         warm_ups[-1]["prices"] if warm_ups else None,
         tasks,
-        mean_of(tasks, geometric_mean(ratios)),
+        mean_of(tasks, geometric_mean(ratios), noise_of(list(repeats_of(runs, mode).values()))),
         Sources.of(runs),
         Sources.of([run for run in runs if not run["loops"]]),
         Acceptance.of(runs),
+        missed_shares(runs),
         len(runs),
         sum(claims) if claims else None,
         sum(run["tie"] for run in runs),
@@ -210,6 +249,7 @@ def task_figures(mode: str, task: str, runs: Sequence[Record], ratios: Sequence[
         task,
         len(ratios),
         fmean(times_of(runs, mode).values()),
+        noise_of(list(repeats_of(runs, mode).values())),
         1000 * fmean(times_of(runs, mode, "first_token_seconds").values()),
         geometric_mean({task: ratios}),
         per(runs, "new_tokens", "steps"),
@@ -218,12 +258,12 @@ def task_figures(mode: str, task: str, runs: Sequence[Record], ratios: Sequence[
     )
 
 
-def mean_of(tasks: Sequence[Figures], speed: Speed) -> Figures:
+def mean_of(tasks: Sequence[Figures], speed: Speed, noise: float | None) -> Figures:
     """Every task counts the same."""
     names = ("ms_per_token", "first_token_ms", "tokens_per_pass", "nodes_per_pass", "draft_passes")
     told = {name: [value for task in tasks if (value := getattr(task, name)) is not None] for name in names}
     means: dict[str, Any] = {name: fmean(values) if values else None for name, values in told.items()}
-    return Figures(task=ALL, prompts=sum(task.prompts for task in tasks), speed=speed, **means)
+    return Figures(task=ALL, prompts=sum(task.prompts for task in tasks), speed=speed, noise=noise, **means)
 
 
 def per(runs: Sequence[Record], figure: str, unit: str) -> float | None:
@@ -234,6 +274,13 @@ def per(runs: Sequence[Record], figure: str, unit: str) -> float | None:
 
 def largest(records: Sequence[Record], figure: str) -> int | None:
     return max((record[figure] for record in records if figure in record), default=None)
+
+
+def missed_shares(runs: Sequence[Record]) -> dict[str, float]:
+    counts = Counter[str]()
+    for run in runs:
+        counts.update(run.get("missed", {}))
+    return {reason: count / counts.total() for reason, count in counts.most_common()}
 
 
 def total_by_source(runs: Sequence[Record], figure: str) -> dict[str, int]:

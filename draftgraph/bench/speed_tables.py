@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import get_args
 
+from draftgraph.bench.diagnosis import diagnoses
 from draftgraph.bench.gaps import MOST
 from draftgraph.bench.intervals import Speed
 from draftgraph.bench.report import LOOPS, REASON, Table
@@ -11,13 +14,15 @@ from draftgraph.bench.scores import EXPLANATION as SCORES
 from draftgraph.bench.scores import scores_table
 from draftgraph.bench.speed_report import ALL, Figures, ModeFigures, Sources, SpeedReport
 from draftgraph.stats import SOURCES
+from draftgraph.trace import Reason
 
 HIDDEN = ("target", "draft", "target_weights", "draft_weights", "modes", "inflated")
 EXPLANATION = (
     "Milliseconds per token are those of the whole answer without its prefill: the median of a prompt's repeats, then "
-    "the mean of a task's prompts. Speed is the ratio of those medians to plain decoding's, the geometric mean over "
-    f"prompts, with a 95% bootstrap interval; {ALL} counts every task the same. First token: prefill and the first "
-    "step. Not drafted: accepted tokens that the draft had not proposed at that place (merged, copied or recycled)."
+    "the mean of a task's prompts; ± is how far the mean may be off by its repeats alone, at 95%. Speed is the ratio of"
+    " those medians to plain decoding's, the geometric mean over prompts, with a 95% bootstrap interval over prompts; "
+    f"{ALL} counts every task the same. First token: prefill and the first step. Not drafted: accepted tokens that the "
+    "draft had not proposed at that place (merged, copied or recycled)."
 )
 PEERS = (
     "Rows named hf and vllm are methods of other libraries, through their public interfaces; what they do not tell is "
@@ -33,6 +38,7 @@ FLOAT32 = (
     "are not, but equally good texts differ as much, or the gap is at most two rounding steps."
 )
 SHOWN_DEPTHS = 8
+CONVERTED = re.compile(r"-[0-9a-f]{16}$")  # a digest in the name of a converted model
 MEASURED = (
     ("memory beside weights, GB", "extra_bytes", 1e9),
     ("process at most, GB", "resident_bytes", 1e9),
@@ -44,14 +50,19 @@ VERDICTS = {(None, None): "", (True, True): "yes", (False, True): "by chance or 
 def tables(report: SpeedReport) -> Iterator[Table]:
     yield speed_table(report)
     yield times_table(report)
-    yield sources_table(report)
+    if any(mode.sources.shares for mode in report.modes):
+        yield sources_table(report)
     if report.scores:
         yield scores_table(report.scores)
     if any(mode.acceptance for mode in report.modes):
         yield acceptance_table(report)
+    if any(mode.missed for mode in report.modes):
+        yield missed_table(report)
     if any(mode.rescored for mode in report.modes):
         yield rescored_table(report)
     yield costs_table(report)
+    found = [[one.signature, one.line] for one in diagnoses(report)]
+    yield Table("Signs of failure", ["sign", REASON], found)
     if report.failed:
         yield Table("Not measured", ["mode", REASON], [[mode, reason] for mode, reason in report.failed.items()])
 
@@ -65,8 +76,8 @@ def to_markdown(report: SpeedReport, plot: str | None = None) -> str:
 
 def title_of(report: SpeedReport) -> str:
     known = report.configuration
-    target = known["target"] if report.label is None else f"{known['target']} ({report.label})"
-    return f"Speed of {target}, draft: {known['draft'] or 'none'}"
+    target = CONVERTED.sub("", known["target"])
+    return f"Speed of {target}{f' ({report.label})' if report.label else ''}, draft: {known['draft'] or 'none'}"
 
 
 def settings_of(report: SpeedReport) -> str:
@@ -101,13 +112,16 @@ def speed_table(report: SpeedReport) -> Table:
 
 def times_table(report: SpeedReport) -> Table:
     tasks = tasks_of(report)
-    header = ["mode", *tasks, *([ALL] if len(tasks) > 1 else [])]
+    places = [*tasks, *([ALL] if len(tasks) > 1 else [])]
+    repeated = any(mode.overall.noise is not None for mode in report.modes)
     lines = []
     for mode in report.modes:
         known = {figures.task: figures for figures in shown_figures(mode)}
-        times = (number(known[task].ms_per_token) if task in known else "" for task in header[1:])
+        times = (number(known[task].ms_per_token) if task in known else "" for task in places)
         lines.append([mode.mode, *(labelled(time, report) for time in times)])
-    return Table("Milliseconds per token", header, lines)
+        if repeated:
+            lines[-1].append("" if mode.overall.noise is None else f"{mode.overall.noise:.1%}")
+    return Table("Milliseconds per token", ["mode", *places, *(["±"] if repeated else [])], lines)
 
 
 def sources_table(report: SpeedReport) -> Table:
@@ -145,6 +159,13 @@ def acceptance_table(report: SpeedReport) -> Table:
         shares = [*depths, *(found.by_source.get(source) for source in SOURCES)]
         lines.append([mode, number(found.proposed_per_accepted), *map(percent, shares)])
     return Table("Accepted proposals", header, lines)
+
+
+def missed_table(report: SpeedReport) -> Table:
+    names = [reason for reason in get_args(Reason) if any(reason in mode.missed for mode in report.modes)]
+    told = [mode for mode in report.modes if mode.missed]
+    lines = [[mode.mode, *(percent(mode.missed.get(name, 0.0)) for name in names)] for mode in told]
+    return Table("Missed tokens by reason", ["mode", *names], lines)
 
 
 def costs_table(report: SpeedReport) -> Table:

@@ -16,11 +16,14 @@ from draftgraph.bench.meters import Meters
 from draftgraph.bench.rescoring import rescored
 from draftgraph.bench.runs import PLAIN, Record, digest
 from draftgraph.bench.sameness import Difference, difference
+from draftgraph.inspect import GraphReport
+from draftgraph.tuning.latency import MeasuredCost
 
 if TYPE_CHECKING:
     from draftgraph.config import GraphConfig
     from draftgraph.decoding import Decoding
     from draftgraph.pair import Pair
+    from draftgraph.trace import Step
 
 
 WARM_UP_STEPS = 24
@@ -49,14 +52,16 @@ class Stopwatch:
         if decoding.prices is not None:  # not measured again between timed runs
             cost = decoding.pricing.at(0, decoding.stats)
             self.modes[mode] = replace(self.modes[mode], cost=cost)
-        for _ in islice(decoding.steps(), WARM_UP_STEPS):
-            pass
+        steps = list(islice(decoding.steps(), WARM_UP_STEPS))
         if decoding.config.nodes > self._widest:  # the engine is that of all modes
             pass_of_every_width(decoding)
             self._widest = decoding.config.nodes
         self.meters.wait()
         seconds = time.perf_counter() - start
-        return {"mode": mode, "prices": decoding.prices, "seconds": seconds} | self.meters.read()
+        about = {"mode": mode, "prices": decoding.prices, "seconds": seconds} | self.meters.read()
+        prices = self.modes[mode].cost
+        curves = {"latencies": prices.latencies.to_dict()} if isinstance(prices, MeasuredCost) else {}
+        return about | curves | self._example(mode, steps)
 
     def run(self, mode: str, prompt: str, plain: Sequence[int] | None) -> Record:
         """An answer and its figures, compared with the tokens of plain decoding where they are known."""
@@ -86,6 +91,7 @@ class Stopwatch:
             "accepted_by_source": stats.accepted_by_source,
             "checked_by_source": stats.checked_by_source,
             "accepted_by_depth": [stats.accepted_by_depth[depth] for depth in sorted(stats.accepted_by_depth)],
+            "missed": stats.rejected_by,
             "phases": stats.seconds,
             **told(tokens, difference(decoding, tokens if plain is None else plain)),
             **taken,
@@ -102,6 +108,13 @@ class Stopwatch:
     def rescore(self, prompt: str, tokens: Sequence[int]) -> Gaps:
         """Of an answer that was given before."""
         return rescored(self._start(PLAIN, prompt), tokens)
+
+    def _example(self, mode: str, steps: Sequence[Step]) -> Record:
+        """The step that accepted the most, to look at."""
+        fullest = max(steps, key=lambda step: len(step.path), default=None)
+        if fullest is None or len(fullest.tree) == 1:
+            return {}
+        return {"example": GraphReport.of([fullest], self.pair.tokenizer.decode, "", self.modes[mode]).to_json()}
 
     def _start(self, mode: str, prompt: str) -> Decoding:
         return self.pair.start(prompt, config=self.modes[mode], **self.arguments)

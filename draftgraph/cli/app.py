@@ -13,7 +13,8 @@ import typer
 from draftgraph import __version__
 from draftgraph.cli.bench import app as bench
 from draftgraph.cli.bench_paper import PAPER_OPTIONS, paper
-from draftgraph.cli.bench_run import REPORT_OPTIONS, RUN_OPTIONS, report, run
+from draftgraph.cli.bench_report import REPORT_OPTIONS, report
+from draftgraph.cli.bench_run import RUN_OPTIONS, run
 from draftgraph.cli.chat import chat
 from draftgraph.cli.command import register
 from draftgraph.cli.compare import compare

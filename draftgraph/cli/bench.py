@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +22,8 @@ from draftgraph.cli.terminal import console, load_pair, stderr_console, write_js
 from draftgraph.errors import UsageError
 
 WIDTH = 120  # of tables that no terminal shows
+FIRST = 8  # characters of the first column, at least
+WRAPPED = 24  # of a column of sentences, at least
 OPTIONS = ("target", "device", "dtype", "seed", "json", "config", "debug")
 
 TASKS, OUTPUT = "Tasks", "Input and output"
@@ -117,17 +119,45 @@ def show_tables(tables: Iterable[Titled], explanation: str, no_wrap: bool = True
         terminal.width = max(terminal.width, WIDTH)
     for table in tables:
         terminal.print(table.title, style="italic", soft_wrap=True)
-        shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        shown.padding = 0  # all of it in 80 columns: the box leaves a space between them
-        shown.add_column(table.header[0], overflow="fold", min_width=8)
-        for name in table.header[1:]:
-            sentences = name == REASON
-            shown.add_column(
-                name.replace(" ", "\n"), justify="left" if sentences else "right", no_wrap=no_wrap and not sentences
-            )
-        for cells in table.lines:
-            if cells[0] == MEAN:
-                shown.add_section()
-            shown.add_row(*cells)
-        terminal.print(shown, "")
+        for piece in narrowed(table, terminal.width, no_wrap):
+            terminal.print(drawn(piece, no_wrap), "")
     terminal.print(explanation)
+
+
+def narrowed(table: Titled, width: int, no_wrap: bool) -> Iterator[Titled]:
+    """A table in so many pieces, one under the other, that each fits the width; all have the first column."""
+    size = len if no_wrap else longest_word
+    columns = zip(table.header, *table.lines, strict=True)
+    needed = [WRAPPED if name == REASON else max([longest_word(name), *map(size, cells)]) for name, *cells in columns]
+    first, start, used = max(needed[0], FIRST), 1, 0
+    for place in range(1, len(needed)):
+        if place > start and first + used + needed[place] + 1 > width:
+            yield with_columns(table, [0, *range(start, place)])
+            start, used = place, 0
+        used += needed[place] + 1
+    yield with_columns(table, [0, *range(start, len(needed))])
+
+
+def with_columns(table: Titled, places: list[int]) -> Titled:
+    lines = [[cells[place] for place in places] for cells in table.lines]
+    return Titled(table.title, [table.header[place] for place in places], lines)
+
+
+def longest_word(words: str) -> int:
+    return max(map(len, words.split()), default=0)
+
+
+def drawn(table: Titled, no_wrap: bool) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    shown.padding = 0  # all of it in 80 columns: the box leaves a space between them
+    shown.add_column(table.header[0], overflow="fold", min_width=FIRST)
+    for name in table.header[1:]:
+        sentences = name == REASON
+        shown.add_column(
+            name.replace(" ", "\n"), justify="left" if sentences else "right", no_wrap=no_wrap and not sentences
+        )
+    for cells in table.lines:
+        if cells[0] == MEAN:
+            shown.add_section()
+        shown.add_row(*cells)
+    return shown

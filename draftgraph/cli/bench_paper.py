@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from draftgraph.bench.paper.items import FOREIGN, MAIN, UNLIKE
 from draftgraph.bench.tasks import OWN, read_tasks
@@ -13,6 +13,9 @@ from draftgraph.cli.errors import complain
 from draftgraph.cli.options import Settings, option
 from draftgraph.cli.terminal import busy, console, load_pair, write_json
 from draftgraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftgraph.bench.paper.report import PaperReport
 
 PAPER_OPTIONS = ("target", "draft", "device", "dtype", "seed", "json", "config", "debug")
 SIZES = ["small", "full"]
@@ -57,5 +60,9 @@ def paper(
     if settings.json:
         write_json(report.to_dict())
         return
+    show_study(report)
+
+
+def show_study(report: PaperReport) -> None:
     for one in report.findings:
         console().print(f"[bold]{one.question}[/bold]\n{one.answer}\n", soft_wrap=True)

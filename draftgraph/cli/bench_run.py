@@ -1,4 +1,4 @@
-"""`draftgraph bench run`: how fast the modes are on this machine; `bench report` shows the figures again."""
+"""`draftgraph bench run`: how fast the modes are on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftgraph.bench.runs import FILE, read_records
+from draftgraph.bench.runs import FILE
 from draftgraph.bench.structures import MODES, PEERS, mode_named
 from draftgraph.bench.suites import DEFAULT, SUITES, suite_named
 from draftgraph.bench.tasks import OWN, read_tasks
@@ -34,7 +34,6 @@ RUN_OPTIONS = (
     "config",
     "debug",
 )
-REPORT_OPTIONS = ("json", "config", "debug")
 ALL_MODES = ",".join(MODES)
 SHAPES = ["llama-2-7b", "llama-2-13b", "llama-33b", "llama-2-70b"]
 
@@ -57,8 +56,7 @@ Repeats = Annotated[int | None, option(RUNS, f"Answers of each mode to each prom
 Transformers = Annotated[bool, typer.Option("--transformers", help="Also all modes hf-...", rich_help_panel=RUNS)]
 Vllm = Annotated[str | None, option(RUNS, "For modes vllm-...: python of an environment that has it", "PYTHON")]
 Seconds = Annotated[float | None, option(RUNS, "Stop in time; the same command goes on", "N")]
-Out = Annotated[str, option(OUTPUT, "Keep every measurement there, and write report.json, .md and .png", "DIR")]
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="The --out of bench run")]
+Out = Annotated[str, option(OUTPUT, "Keep every measurement there, and write report.html, .md, .json and .png", "DIR")]
 
 
 def run(
@@ -136,19 +134,6 @@ def shown_names(settings: Settings) -> dict[str, str | None]:
     if settings.draft == "none":
         names["draft"] = None
     return names
-
-
-def report(folder: Folder, settings: Settings) -> None:
-    """Show what bench run measured, and write its report again."""
-    from draftgraph.bench.speed_report import SpeedReport
-
-    place = Path(folder).expanduser()
-    measured = SpeedReport.of(read_records(place))
-    try:
-        measured.save(place)
-    except OSError as error:
-        complain(f"the report is not written to {place}: {error.strerror or error}")
-    show(measured, settings)
 
 
 def show(measured: SpeedReport, settings: Settings) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from draftgraph.inspect.report import GraphReport
 
 NOTEBOOK_HEIGHT = 760
+LEGEND_WIDTH = 330.0  # of a phone
 TREE_SETTINGS = ("mode", "k", "theta_prob", "theta_sib", "max_nodes", "max_depth", "growth", "sibling_pruning", "cost")
 SETTINGS = {  # that the mode uses
     "off": ("mode",),
@@ -73,6 +74,15 @@ def _step(report: GraphReport, number: int, step: StepRecord) -> dict[str, Any]:
 def _legend(report: GraphReport) -> list[tuple[str, Markup]]:
     panels = [Panel(step, view) for step in report.steps for view in ("graph", "mask")]
     return [(key, Markup(inline(legend([key], 0), "key", KEYS[key], role="img"))) for key in keys(panels)]
+
+
+def pictured(report: GraphReport, name: str) -> Markup:
+    """The graph of a report's first step with its legend, for a page that brings the style sheet."""
+    picture = inline(graph_picture(report.step(0)), "graph", f"Graph of a step, {name}", role="img")
+    known = legend(keys([Panel(report.step(0), "graph")]), LEGEND_WIDTH)
+    caption = Markup("<b>{}</b>: {}").format(name, report.explanation(0))
+    parts = (caption, Markup(picture), Markup(inline(known, "key", "What the marks mean", role="img")))
+    return Markup('<figure><figcaption>{}</figcaption><div class="scroll">{}</div>{}</figure>').format(*parts)
 
 
 def notebook_frame(document: str) -> str:

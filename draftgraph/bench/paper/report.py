@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftgraph.bench.paper.counts import measured
 from draftgraph.bench.paper.findings import Finding, findings
 from draftgraph.bench.paper.items import ITEMS
 from draftgraph.bench.speed_tables import labelled, settings_of, title_of
 from draftgraph.models.cache import replacing
+
+if TYPE_CHECKING:
+    from draftgraph.bench.page import Part
 
 VERDICTS = {True: "as the paper has it", False: "not as the paper has it", None: ""}
 
@@ -42,9 +45,21 @@ class PaperReport:
             parts += [table_of(one)] if one.table is not None else []
         return "\n\n".join(parts) + "\n"
 
+    def to_part(self) -> Part:
+        """Of a page."""
+        from draftgraph.bench.page.paper_part import paper_part
+
+        return paper_part(self)
+
     def save(self, folder: Path) -> None:
-        """Writes paper.json and paper.md."""
-        contents = {"paper.json": json.dumps(self.to_dict(), indent=2) + "\n", "paper.md": self.to_markdown()}
+        """Writes paper.json, paper.md and paper.html."""
+        from draftgraph.bench.page import page
+
+        contents = {
+            "paper.json": json.dumps(self.to_dict(), indent=2) + "\n",
+            "paper.md": self.to_markdown(),
+            "paper.html": page([self.to_part()]),
+        }
         for name, content in contents.items():
             with replacing(folder / name) as partial:
                 partial.write_text(content, encoding="utf-8")
