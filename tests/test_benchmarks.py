@@ -237,3 +237,29 @@ def test_what_one_call_set_off_is_one_span_and_gaps_between_spans_are_waiting():
     assert spans == [(0.0, 10.0), (15.0, 20.0)]
     steps = [(0.0, 100.0), (110.0, 120.0), (119.0, 130.0), (135.0, 230.0), (230.0, 240.0), (245.0, 345.0)]
     assert host_share.waits_of(steps) == [(135.0, 15.0), (110.0, 5.0)]  # lengths of two steps, and the gaps in them
+
+
+def test_two_runs_are_compared_cell_by_cell():
+    from test_bench_report import made_up, report_of
+
+    compare_runs = import_module("compare_runs")
+
+    def cells(slower: float) -> dict:
+        times = [(mode, task) for mode in ("off", "auto") for task in ("cats", "mats")]
+        rows = [
+            made_up(
+                mode,
+                task,
+                0,
+                10.0 * (slower if (mode, task) == ("auto", "mats") else 1.0) + 0.1 * repeat,
+                repeat=repeat,
+            )
+            for mode, task in times
+            for repeat in range(3)
+        ]
+        return {(mode.mode, one.task): one for mode in report_of(*rows).modes for one in mode.tasks}
+
+    same, other = (compare_runs.compared(cells(1.0), cells(slower)) for slower in (1.0, 1.2))
+    assert same["cells"] == 4 and same["close"] == 1.0 and same["largest_difference"] == 0.0
+    assert other["close"] == 0.75 and 0.15 < other["largest_difference"] < 0.2 and other["median_difference"] == 0.0
+    assert 0 < same["median_half_width"] < 0.02

@@ -14,7 +14,7 @@ from draftgraph.errors import UsageError
 
 FILE = "runs.jsonl"
 PLAIN = "off"
-Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, failed or rescored
+Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, failed, rescored or scores
 
 
 class Place(NamedTuple):

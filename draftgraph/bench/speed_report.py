@@ -142,7 +142,7 @@ class SpeedReport:
             modes,
             failed,
             answers_to_rescore(records),
-            scores_of(runs),
+            scores_of(runs) or [TaskScore(**one) for found in of_kind(records, "scores") for one in found["scores"]],
             latencies[-1] if latencies else None,
             {one["mode"]: one["example"] for one in warm_ups if "example" in one},
         )

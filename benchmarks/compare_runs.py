@@ -1,0 +1,46 @@
+"""Do two runs on the same machine say the same?
+
+    python benchmarks/compare_runs.py first second
+
+Both are --out folders of the same `bench run`. A cell is a mode on a task: the median time per token of its prompts.
+How many cells differ by at most 5%, the usual difference, and how far a cell may be off by its own repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+from draftgraph.bench.runs import read_records
+from draftgraph.bench.speed_report import Figures, SpeedReport
+
+CLOSE = 0.05
+Cell = tuple[str, str]  # mode and task
+
+
+def cells(folder: Path) -> dict[Cell, Figures]:
+    report = SpeedReport.of(read_records(folder))
+    return {(mode.mode, figures.task): figures for mode in report.modes for figures in mode.tasks}
+
+
+def compared(one: dict[Cell, Figures], other: dict[Cell, Figures]) -> dict[str, float]:
+    both = one.keys() & other.keys()
+    differences = {cell: abs(other[cell].ms_per_token / one[cell].ms_per_token - 1) for cell in both}
+    noise = [figures.noise for found in (one, other) for figures in found.values() if figures.noise is not None]
+    return {
+        "cells": len(both),
+        "close": sum(difference <= CLOSE for difference in differences.values()) / len(both),
+        "median_difference": median(differences.values()),
+        "largest_difference": max(differences.values()),
+        "median_half_width": median(noise) if noise else float("nan"),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    asked = parser.parse_args()
+    print(json.dumps(compared(cells(asked.first), cells(asked.second))))

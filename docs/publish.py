@@ -1,0 +1,59 @@
+"""Puts measurements into docs/results: their figures whole, but nobody's text.
+
+    python docs/publish.py speed h200-7b
+
+The folder of a `bench run` or `bench paper` is copied to docs/results/h200-7b without answers and references, scores
+computed before; then its reports are written there. `python docs/figures.py` brings the README up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draftgraph.bench.paper.report import PaperReport
+from draftgraph.bench.runs import FILE, Record, of_kind, records_in
+from draftgraph.bench.scores import scores_of
+from draftgraph.bench.speed_report import SpeedReport
+
+RESULTS = Path(__file__).parent / "results"
+TEXTS = ("tokens", "text", "reference", "task_kind")
+DIGITS = 6
+
+
+def published(records: list[Record]) -> list[Record]:
+    """Without texts, but with the scores that need them."""
+    scores = [asdict(one) for one in scores_of(of_kind(records, "run"))]
+    kept = [{name: rounded(value) for name, value in record.items() if name not in TEXTS} for record in records]
+    return kept + ([{"kind": "scores", "scores": scores}] if scores else [])
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to the digits that were measured."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list) else value
+
+
+def publish(source: Path, place: Path) -> None:
+    for file in sorted(source.rglob(FILE)):
+        copy = place / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text("".join(json.dumps(one) + "\n" for one in published(records_in(file))), encoding="utf-8")
+    if (place / FILE).exists():
+        SpeedReport.of(records_in(place / FILE)).save(place)
+    elif (study := PaperReport.of(place)) is not None:
+        study.save(place)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("name")
+    asked = parser.parse_args()
+    publish(asked.source, RESULTS / asked.name)

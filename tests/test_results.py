@@ -1,0 +1,80 @@
+"""The figures that are shown: README's come from docs/results, and those from the measurements beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_tools import pair_in
+from conftest import REPOSITORY
+
+from draftgraph.bench.runs import FILE, Record, records_in
+from draftgraph.bench.speed import bench_run
+from draftgraph.bench.speed_report import SpeedReport
+from draftgraph.bench.task_prompts import TaskPrompt
+
+RESULTS = REPOSITORY / "docs" / "results"
+MEASURED = sorted(file.parent for file in RESULTS.glob(f"*/{FILE}"))
+FIGURES = runpy.run_path(str(REPOSITORY / "docs" / "figures.py"))
+PUBLISH = runpy.run_path(str(REPOSITORY / "docs" / "publish.py"))
+TEXTS = {"tokens", "text", "reference"}
+
+
+def test_the_readme_has_the_figures_that_were_measured() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    names = [found[2] for found in FIGURES["BLOCK"].finditer(readme)]
+    assert sorted(names) == sorted(FIGURES["BLOCKS"]), "every block is there, once"
+    assert FIGURES["filled"](readme) == readme, "run python docs/figures.py"
+
+
+def test_a_figure_that_was_changed_by_hand_is_noticed() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    line = next(line for line in readme.splitlines() if line.startswith("| **7B-cost, inflated**"))
+    changed = readme.replace(line, line.replace("x |", "9x |", 1))
+    assert changed != readme and FIGURES["filled"](changed) == readme
+
+
+def test_there_are_results_of_every_size() -> None:
+    assert {"cpu", "h200-135m", "h200-7b", "h200-7b-sampled", "h200-13b", "h200-70b"} <= {one.name for one in MEASURED}
+
+
+@pytest.mark.parametrize("folder", MEASURED, ids=lambda folder: folder.name)
+def test_a_report_follows_from_the_measurements_beside_it(folder: Path) -> None:
+    shown: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    found = json.loads(json.dumps(SpeedReport.of(records_in(folder / FILE)).to_dict()))
+    assert found["measured"] == shown["measured"] and found["configuration"] == shown["configuration"]
+    assert speeds(found) == pytest.approx(speeds(shown)) and len(speeds(found)) > 4
+    label, size = shown["configuration"]["inflated"], re.search(r"-(\d+b)", folder.name)
+    assert label == (f"{size[1].upper()}-cost, inflated" if size else None)
+
+
+def speeds(report: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {
+        (mode["mode"], one["task"]): one["speed"]["ratio"]
+        for mode in report["modes"]
+        for one in (*mode["tasks"], mode["overall"])
+    }
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.rglob(FILE)), ids=lambda file: str(file.parent.relative_to(RESULTS)))
+def test_nobodys_text_is_published(file: Path) -> None:
+    assert not any(TEXTS & record.keys() for record in records_in(file))
+
+
+def test_publishing_drops_texts_and_keeps_figures(folder: Path, tmp_path: Path, own_cache: Path) -> None:
+    prompts = [TaskPrompt("the cat sat", reference="#### 4"), TaskPrompt("a cat", reference="#### 5")]
+    out = tmp_path / "speed"
+    report = bench_run(pair_in(folder), {"math": prompts}, out, modes=["chain-4"], max_new_tokens=6, repeats=1)
+    PUBLISH["publish"](out, tmp_path / "results")
+    kept: list[Record] = records_in(tmp_path / "results" / FILE)
+    assert not any(TEXTS & record.keys() for record in kept)
+    again = SpeedReport.of(kept)
+    assert again.scores == report.scores and report.scores, "scores are kept, though their texts are not"
+    assert again.measured == report.measured == 4
+    before, after = report.mode("chain-4"), again.mode("chain-4")
+    assert after.sources == before.sources
+    assert after.overall.speed.ratio == pytest.approx(before.overall.speed.ratio, rel=1e-4)
