@@ -19,7 +19,7 @@ from draftgraph.bench.diagnosis import diagnoses
 from draftgraph.bench.page import Part, Section, page
 from draftgraph.bench.page.charts import Bar, bars, lines, nice, stacks
 from draftgraph.bench.page.paper_part import paper_part
-from draftgraph.bench.paper.findings import COUNTS, Finding
+from draftgraph.bench.paper.finding import COUNTS, Finding
 from draftgraph.bench.paper.items import grid_modes
 from draftgraph.bench.paper.report import PaperReport
 from draftgraph.bench.report import Table

@@ -97,8 +97,12 @@ def scorer_of(run: Record) -> Scorer | None:
 
 def to_score(tokenizer: Any, prompt: str, tokens: list[int]) -> Record:
     """What the record of an answer needs, so that it can be scored whenever a report is made."""
-    known = {"reference": getattr(prompt, "reference", None), "task_kind": getattr(prompt, "kind", None)}
-    return {"text": decode(tokenizer, tokens)} | known
+    return {"text": decode(tokenizer, tokens)} | known_of(prompt)
+
+
+def known_of(prompt: str) -> Record:
+    """What a prompt tells of a good answer."""
+    return {"reference": getattr(prompt, "reference", None), "task_kind": getattr(prompt, "kind", None)}
 
 
 def scores_of(runs: Sequence[Record]) -> list[TaskScore]:

@@ -125,15 +125,19 @@ def refuse_unknown_limits(inflate: str | None, seconds: float | None) -> None:
 
 def shown_names(settings: Settings) -> dict[str, str | None]:
     """Models as they were given, but for the way to a folder or file."""
-    names: dict[str, str | None] = {}
-    for name, model in settings.given("target", "draft").items():
-        place = Path(model).expanduser()
-        names[name] = place.absolute().name if place.exists() else model
+    names: dict[str, str | None] = {
+        name: shown_name(model) for name, model in settings.given("target", "draft").items()
+    }
     if settings.target is None and settings.draft is None:
         names["draft"] = "the default's"
     if settings.draft == "none":
         names["draft"] = None
     return names
+
+
+def shown_name(model: str) -> str:
+    place = Path(model).expanduser()
+    return place.absolute().name if place.exists() else model
 
 
 def show(measured: SpeedReport, settings: Settings) -> None:

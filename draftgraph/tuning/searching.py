@@ -33,6 +33,10 @@ PROFILE = "profile.toml"
 WIDE = GraphConfig(mode="graph", growth="best-first", k=8, theta_prob=0.0, theta_sib=0.0)
 
 
+class OutOfTime(DraftGraphError):
+    """Not a single trial was done."""
+
+
 class Limit:
     """Nothing is begun that would not be done in time, if answers take as long as they usually did, and half as long
     again."""
@@ -63,12 +67,14 @@ def search(
     seed: int = 0,
     names: Mapping[str, str | None] | None = None,
     profile: str | Path | None = None,
+    compare_early: bool = True,
 ) -> SearchReport:
     """Tries settings of mode `graph`, the paper's first, and times the best beside it and `auto`.
 
     Every trial is kept in `out`: called again with the same arguments, or more `trials`, it goes on where it was;
     `seconds` stops it in time. The best setting is written to `profile`, or to profile.toml in `out`; `names` are
-    those to show for the target and the draft.
+    those to show for the target and the draft. Where time is up before all trials are done, the best so far are
+    compared all the same; not with `compare_early=False`, for callers that will go on.
 
     >>> report = search(pair, {"sky": ["Why is the sky blue?"]}, "search", trials=20)    # doctest: +SKIP
     >>> report.best.setting, report.best.outcome.speed.ratio                             # doctest: +SKIP
@@ -85,15 +91,16 @@ def search(
             if len(history.finished(study)) < trials or rounds_of(study).missing(ROUNDS):
                 turns.modes |= {"paper": GraphConfig(mode="graph"), "wide": WIDE}
                 turns.warm_up()
-                try_settings(study, turns, trials, limit)
-                compare_best(study, turns, limit)
+                try_settings(study, turns, trials, limit, answers_of_a_round(turns.prompts) if compare_early else 0)
+                if compare_early or len(history.finished(study)) >= trials:
+                    compare_best(study, turns, limit)
         except KeyboardInterrupt:
             if history.complete(study):
                 keep(study, folder, place, key)
                 notice(f"stopped: what was found so far is in {folder}, and the same command goes on")
             raise
         if not history.complete(study):
-            raise DraftGraphError("there was no time for a single trial: give it more seconds")
+            raise OutOfTime("there was no time for a single trial: give it more seconds")
         return keep(study, folder, place, key)
 
 
@@ -108,13 +115,12 @@ def asked_for(tasks: Mapping[str, Sequence[str]], max_new_tokens: int, seed: int
     }
 
 
-def try_settings(study: Study, turns: Turns, trials: int, limit: Limit) -> None:
-    """Until so many are done, or time is left only for a round of comparison."""
-    trial_answers, round_answers = 2 * turns.prompts, (FINALISTS + 3) * turns.prompts
+def try_settings(study: Study, turns: Turns, trials: int, limit: Limit, reserved: int) -> None:
+    """Until so many are done, or time is left only for the answers that it is reserved for."""
     with progress_bar(f"{trials} trials") as report:
         while (done := len(history.finished(study))) < trials:
             report(done / trials)
-            if not limit.allows(trial_answers + (round_answers if done else 0)):
+            if not limit.allows(2 * turns.prompts + (reserved if done else 0)):
                 return
             try_one(study, turns, limit)
 
@@ -153,6 +159,11 @@ def rounds_of(study: Study) -> Rounds:
             chosen[trial_named(trial.number)] = setting
     known = study.user_attrs.get(COMPARED, {})
     return Rounds(chosen, known["runs"] if known.get("settings") == chosen else [])
+
+
+def answers_of_a_round(prompts: int) -> int:
+    """At most: the finalists, the paper's setting, `auto` and plain decoding."""
+    return (FINALISTS + 3) * prompts
 
 
 def compare_best(study: Study, turns: Turns, limit: Limit) -> None:

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from draftgraph.bench.page.charts import Bar, bars, lines
 from draftgraph.bench.page.page import Part, Section
-from draftgraph.bench.paper.findings import Finding
+from draftgraph.bench.paper.finding import Finding
 from draftgraph.bench.paper.items import GRID, PAPER_POINT
 from draftgraph.bench.paper.report import VERDICTS, PaperReport
 from draftgraph.bench.report import Table

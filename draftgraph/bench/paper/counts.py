@@ -66,6 +66,9 @@ class Measured:
             return figures.overall.speed.ratio
         return next(one.speed.ratio for one in figures.tasks if one.task == task)
 
+    def shown(self, mode: str, task: str | None = None) -> str:
+        return f"{self.speed(mode, task):.2f}x"
+
     def fastest(self, modes: Sequence[str], task: str | None = None) -> str:
         return max((mode for mode in modes if mode in self.modes), key=lambda mode: self.speed(mode, task))
 

@@ -1,11 +1,13 @@
-"""What the study times: settings, prompts and temperature of every item, each in a folder of its own."""
+"""What the study measures, and how much of it: settings, prompts and temperature of every item that is timed, each in a
+folder of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftgraph.config import PAPER
+from draftgraph.errors import UsageError
 
 # Tasks by what they are good for: whichever of them are there. Names as in the paper, and those of the own prompts.
 MAIN = ("gsm8k", "xsum", "alpaca", "wmt14_deen", "math", "summary", "instruct", "to_en")
@@ -23,7 +25,30 @@ PRUNING = {
     "both": "graph",
     "both, siblings kept as leaves": "graph:sibling_pruning=leaf",
 }
+DRAFTS = "drafts"  # the folder of drafts of several sizes
+OWN_DRAFTS = NO_DRAFT, PAIRS_DRAFT, TARGET_ITSELF = "none", "pair", "self"  # those that every study has
 GRID = {"theta_prob": (0.0, 0.1, 0.2, 0.4), "theta_sib": (0.0, 0.3, 0.6), "tau": (1, 2, 3)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    prompts: int  # of a task
+    new_tokens: int
+    repeats: int
+    long_answers: int  # with wrong masks
+    long_tokens: int = 1000
+    scored_answers: int = 8  # with wrong masks: whether they are right
+    scored_tokens: int = 256  # at most
+    trials: int = 40  # of the search for the best setting
+    searched_prompts: int = 2  # of a task
+
+
+SIZES = {
+    "small": Size(prompts=1, new_tokens=32, repeats=1, long_answers=1, scored_answers=2, trials=8, searched_prompts=1),
+    "full": Size(prompts=8, new_tokens=128, repeats=3, long_answers=4),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +64,12 @@ class Item:
     def prompts_of(self, tasks: Mapping[str, Sequence[str]], most: int) -> dict[str, list[str]]:
         """Of the tasks that are there: at least one of each."""
         count = max(1, round(self.share * most))
-        return {name: list(tasks[name][:count]) for name in self.tasks if name in tasks}
+        return first_prompts(tasks, self.tasks, count)
+
+
+def first_prompts(tasks: Mapping[str, Sequence[str]], names: Sequence[str], most: int) -> dict[str, list[str]]:
+    """Of the tasks of these names that are there."""
+    return {name: list(tasks[name][:most]) for name in names if name in tasks}
 
 
 def grid_modes() -> dict[tuple[float, float, int], str]:
@@ -50,6 +80,20 @@ def grid_modes() -> dict[tuple[float, float, int], str]:
         for sib in GRID["theta_sib"]
         for tau in map(int, GRID["tau"])
     }
+
+
+def draft_item(name: str) -> Item:
+    modes = ("auto",) if name == NO_DRAFT else (*CHAINS, "graph", "auto")
+    return Item(f"{DRAFTS}/{name}", MAIN, modes, share=0.25)
+
+
+def refuse_draft_names(names: Iterable[str]) -> None:
+    """Drafts are kept in folders of their names."""
+    for name in names:
+        if name in OWN_DRAFTS:
+            raise UsageError(f"another draft cannot be named {name}: that one is measured anyway")
+        if not name.strip(".") or set(name) & set("/\\"):
+            raise UsageError(f"a draft cannot be named {name!r}: it names a folder")
 
 
 PAPER_POINT = (PAPER["theta_prob"], PAPER["theta_sib"], PAPER["tau"])

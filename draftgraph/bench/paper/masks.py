@@ -10,16 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.bench.runs import Record
 from draftgraph.bench.structures import mode_named
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.runner import Engine
 from draftgraph.graph import Bools, Ints, TokenTree
 
 if TYPE_CHECKING:
+    from draftgraph.decoding import Decoding
     from draftgraph.pair import Pair
 
-SHARES = (0.0, 0.02, 0.1, 0.5)  # of nodes that see one node too many
+# Where masks are wrong, and for which share of nodes: each of these sees one node too many.
+SETTINGS = ("target 0.0", "target 0.02", "target 0.1", "target 0.5", "draft 0.5")
 MODE = "graph"
 PLAIN = mode_named("off")
 
@@ -52,15 +53,15 @@ def with_strangers(visible: Bools, share: float, random: np.random.Generator) ->
     return changed
 
 
-def answer(pair: Pair, prompt: str, arguments: dict[str, Any], target: float = 0.0, draft: float = 0.0) -> Record:
-    """With these shares of wrong rows at the target and at the draft: the tokens, and what they cost."""
+def answer(pair: Pair, prompt: str, arguments: dict[str, Any], target: float = 0.0, draft: float = 0.0) -> Decoding:
+    """With these shares of wrong rows at the target and at the draft."""
     decoder = pair.decoder
     assert decoder.draft_engine is not None
     with wrong_masks(decoder.target_engine, target), wrong_masks(decoder.draft_engine, draft):
         decoding = pair.start(prompt, config=mode_named(MODE), **arguments)
         for _ in decoding:
             pass
-    return {"tokens": decoding.new_tokens, "tokens_per_pass": decoding.stats.mean_accepted_length}
+    return decoding
 
 
 @torch.no_grad()

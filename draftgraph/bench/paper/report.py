@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftgraph.bench.paper.counts import measured
-from draftgraph.bench.paper.findings import Finding, findings
+from draftgraph.bench.paper.finding import Finding
+from draftgraph.bench.paper.findings import findings
 from draftgraph.bench.paper.items import ITEMS
 from draftgraph.bench.speed_tables import labelled, settings_of, title_of
 from draftgraph.models.cache import replacing
@@ -31,7 +32,9 @@ class PaperReport:
         known = next((one for item in ITEMS if (one := measured(folder / item.name)) is not None), None)
         if known is None:
             return None
-        found = [replace(one, answer=labelled(one.answer, known.report)) for one in findings(folder)]
+        found = [
+            replace(one, answer=labelled(one.answer, known.report)) if one.timed else one for one in findings(folder)
+        ]
         return cls(title_of(known.report).replace("Speed of", "The paper's study:"), settings_of(known.report), found)
 
     def to_dict(self) -> dict[str, Any]:
