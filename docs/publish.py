@@ -21,6 +21,7 @@ from draftgraph.bench.speed_report import SpeedReport
 
 RESULTS = Path(__file__).parent / "results"
 TEXTS = ("tokens", "text", "reference", "task_kind")
+KEPT = ("search.json", "sizes.json")  # of a study, beside its measurements
 DIGITS = 6
 
 
@@ -45,6 +46,11 @@ def publish(source: Path, place: Path) -> None:
         copy = place / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text("".join(json.dumps(one) + "\n" for one in published(records_in(file))), encoding="utf-8")
+    for file in (one for name in KEPT for one in source.rglob(name)):
+        copy = place / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        found = rounded(json.loads(file.read_text(encoding="utf-8")))
+        copy.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if (place / FILE).exists():
         SpeedReport.of(records_in(place / FILE)).save(place)
     elif (study := PaperReport.of(place)) is not None:

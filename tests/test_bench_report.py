@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from draftgraph.bench.intervals import geometric_mean
 from draftgraph.bench.runs import Record
+from draftgraph.bench.speed_plot import save_plot
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.speed_tables import PEERS, TIES, speed_table, tables, to_markdown
 
@@ -137,6 +139,13 @@ def test_acceptance_is_told_by_depth_and_by_source() -> None:
     assert auto.acceptance.by_depth == [0.7, 0.2, 0.1] and auto.acceptance.by_source == {"draft": 0.25, "copied": 0.25}
     assert auto.acceptance.proposed_per_accepted == 4.0
     assert "| auto | 4.00 | 70.0% | 20.0% | 10.0% | 25.0% |  | 25.0% |  |" in to_markdown(report_of(*rows))
+
+
+def test_more_modes_than_a_picture_can_show_have_none(tmp_path: Path) -> None:
+    names = ["off", *(f"chain-{length}" for length in range(1, 17))]
+    rows = [made_up(mode, "cats", 0, 20.0) for mode in names]
+    assert save_plot(report_of(*rows, modes=names), tmp_path / "plot.png") is None and not list(tmp_path.iterdir())
+    assert save_plot(report_of(*rows[:-1], modes=names[:-1]), tmp_path / "plot.png") == tmp_path / "plot.png"
 
 
 def test_energy_is_told_where_it_is_counted() -> None:

@@ -13,11 +13,14 @@ from draftgraph.bench.speed_tables import tasks_of, title_of
 from draftgraph.errors import UsageError
 from draftgraph.stats import SOURCES
 
+MOST_MODES = 16
 BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 
 
 def save_plot(report: SpeedReport, file: Path) -> Path | None:
-    """None: there is no matplotlib."""
+    """None: there is no matplotlib, or there are more modes than a picture can show; the page has a chart of those."""
+    if len(report.modes) > MOST_MODES:
+        return None
     try:
         need_matplotlib()
     except UsageError:

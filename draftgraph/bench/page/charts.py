@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import shorten
 
 from markupsafe import Markup
 
@@ -14,7 +15,7 @@ from draftgraph.inspect.markup import element, text
 WIDTH = 360.0
 NAMES, VALUES = 112.0, 52.0  # room for the names of bars, and for their values
 LINE = 24.0
-MOST_BESIDE = 14  # characters of a name
+MOST_BESIDE, MOST_ABOVE = 14, 56  # characters of a name
 PLOT_HEIGHT = 170.0
 LEFT, BOTTOM = 40.0, 38.0
 COLOURS = (0, 2, 4, 5, 3, 6, 1, 7)  # of series: classes of the style sheet, the first ones unlike each other
@@ -50,7 +51,7 @@ class Rail:
     def name(self, place: int, name: str) -> str:
         if self.left == NAMES:
             return text(NAMES - 8, self.middle(place), name, "name")
-        return text(self.left, self.middle(place) - 0.75 * LINE, name, "above")
+        return text(self.left, self.middle(place) - 0.75 * LINE, shorten(name, MOST_ABOVE, placeholder="…"), "above")
 
 
 def bars(title: str, rows: Sequence[Bar], reference: float | None = None) -> Markup:

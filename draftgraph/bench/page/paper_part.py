@@ -24,6 +24,7 @@ DRAWN: dict[str, Sequence[str]] = {
     "experiment-2-borrowed": ["median KL, own from borrowed"],
     "check-1": ["all"],
     "check-2": ["surprise, more", "tokens per pass"],
+    "check-2-accuracy": ["accuracy", "answers unchanged"],
     "foreign": ["all"],
     "question-1": ["bigrams shared", "edits per token"],
     "question-2": ["best chain", "graph", "auto"],
@@ -57,8 +58,12 @@ def charts_of(name: str, table: Table) -> list[Markup]:
 
 def column_chart(table: Table, column: str) -> Markup | None:
     """None: no row has a figure there."""
-    place = table.header.index(column)
-    rows = [(line[0], line[place], value) for line in table.lines if (value := value_of(line[place])) is not None]
+    place, mode = table.header.index(column), table.header.index("mode") if "mode" in table.header[1:] else None
+    rows = [
+        (line[0] if mode is None else f"{line[0]}, {line[mode]}", line[place], value)
+        for line in table.lines
+        if (value := value_of(line[place])) is not None
+    ]
     reference = 1.0 if any(shown.endswith("x") for _, shown, _ in rows) else None
     if not rows or min(value for *_, value in rows) < 0:
         return None
