@@ -45,7 +45,10 @@ def publish(source: Path, place: Path) -> None:
     for file in sorted(source.rglob(FILE)):
         copy = place / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text("".join(json.dumps(one) + "\n" for one in published(records_in(file))), encoding="utf-8")
+        records = published(records_in(file))
+        if file.parent != source:  # the page of a study shows no examples
+            records = [{name: value for name, value in one.items() if name != "example"} for one in records]
+        copy.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
     for file in (one for name in KEPT for one in source.rglob(name)):
         copy = place / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
