@@ -101,6 +101,16 @@ def test_low_acceptance_names_its_reason() -> None:
     assert nothing.verdict == "look" and "No drafted token was accepted" in nothing.line
 
 
+def test_older_measurements_tell_less() -> None:
+    older = drafting("auto", 10.0)
+    del older["checked_by_source"], older["accepted_by_depth"], older["missed"]
+    report = speed_report(older)
+    low, high, _ = diagnoses(report)
+    assert low.verdict == high.verdict == "good" and "not told" in low.line
+    document = page([report.to_part()])
+    assert "Accepted tokens by who proposed them" in document and "at a depth" not in document
+
+
 def test_high_computation_names_the_slow_modes() -> None:
     _, high, _ = diagnoses(speed_report(drafting("auto", 10.0), drafting("tree", 40.0)))
     assert high.verdict == "look" and "tree 0.50x" in high.line and "auto 2.00x" not in high.line

@@ -36,6 +36,8 @@ def diagnoses(report: SpeedReport) -> list[Diagnosis]:
 
 def low_acceptance(modes: Sequence[ModeFigures]) -> Diagnosis:
     name, told = "Low acceptance", [mode for mode in modes if mode.acceptance is not None]
+    if not told and any(mode.sources.shares for mode in modes):
+        return Diagnosis(name, "good", "Proposals were accepted; how many were made is not told in these measurements.")
     if not told:
         return Diagnosis(name, "good" if not modes else "look", "No drafted token was accepted, or none was drafted.")
     worst = min(told, key=lambda mode: first_accepted(mode))
@@ -66,19 +68,19 @@ def high_computation(modes: Sequence[ModeFigures]) -> Diagnosis:
     name = "High computation"
     slow = [mode for mode in modes if (mode.overall.speed.high or mode.overall.speed.ratio) < 1.0]
     told = [mode for mode in modes if mode.acceptance is not None]
-    if not told:
-        return Diagnosis(name, "good", "Nothing was drafted for nothing.")
-    dearest = max(told, key=lambda mode: proposed(mode))
-    merged = dearest.sources.shares.get("merged", 0.0)
-    found = (
-        f"{dearest.mode} has {proposed(dearest):.1f} nodes checked for every one accepted, and {merged:.1%} of its "
-        "accepted tokens from merged nodes"
-    )
+    found = ""
+    if told:
+        dearest = max(told, key=lambda mode: proposed(mode))
+        merged = dearest.sources.shares.get("merged", 0.0)
+        found = (
+            f"{dearest.mode} has {proposed(dearest):.1f} nodes checked for every one accepted, and {merged:.1%} of its "
+        )
+        found += "accepted tokens from merged nodes. "
     if not slow:
-        return Diagnosis(name, "good", f"{found}; no mode is slower than plain decoding.")
+        return Diagnosis(name, "good", f"{found}No mode is slower than plain decoding.")
     told_slow = ", ".join(f"{mode.mode} {mode.overall.speed.ratio:.2f}x" for mode in slow)
     return Diagnosis(
-        name, "look", f"{found}; slower than plain decoding: {told_slow}. Prune more, merge more, or let auto decide."
+        name, "look", f"{found}Slower than plain decoding: {told_slow}. Prune more, merge more, or let auto decide."
     )
 
 

@@ -73,7 +73,7 @@ def sections(report: SpeedReport) -> Iterator[Section]:
         [speed_table(report), times_table(report)],
     )
     yield exactness(report)
-    if any(mode.acceptance for mode in report.modes):
+    if any(mode.sources.shares for mode in report.modes):
         yield acceptance(report)
     if any(mode.missed for mode in report.modes):
         yield missed(report)
@@ -132,10 +132,11 @@ def acceptance(report: SpeedReport) -> Section:
         for mode, shares in told
     }
     shares = {mode.mode: mode.sources.shares for mode in report.modes if mode.sources.shares}
-    charts = [lines("Passes that accept a token at a depth", series, "depth in the graph")]
-    charts.append(stacks("Accepted tokens by who proposed them", shares))
-    text = "How deep proposals are accepted, and where accepted ones came from."
-    return Section("Acceptance", text, charts, [acceptance_table(report), sources_table(report)])
+    charts, tables = [stacks("Accepted tokens by who proposed them", shares)], [sources_table(report)]
+    if series:
+        charts.insert(0, lines("Passes that accept a token at a depth", series, "depth in the graph"))
+        tables.insert(0, acceptance_table(report))
+    return Section("Acceptance", "How deep proposals are accepted, and where accepted ones came from.", charts, tables)
 
 
 def missed(report: SpeedReport) -> Section:
