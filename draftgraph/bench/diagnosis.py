@@ -72,10 +72,8 @@ def high_computation(modes: Sequence[ModeFigures]) -> Diagnosis:
     if told:
         dearest = max(told, key=lambda mode: proposed(mode))
         merged = dearest.sources.shares.get("merged", 0.0)
-        found = (
-            f"{dearest.mode} has {proposed(dearest):.1f} nodes checked for every one accepted, and {merged:.1%} of its "
-        )
-        found += "accepted tokens from merged nodes. "
+        found = f"{dearest.mode} has {proposed(dearest):.1f} nodes checked for every one accepted, and {merged:.1%} of "
+        found += "its accepted tokens from merged nodes. "
     if not slow:
         return Diagnosis(name, "good", f"{found}No mode is slower than plain decoding.")
     told_slow = ", ".join(f"{mode.mode} {mode.overall.speed.ratio:.2f}x" for mode in slow)
