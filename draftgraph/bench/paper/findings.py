@@ -21,8 +21,8 @@ def findings(folder: Path) -> Iterator[Finding]:
         if (finding := of_several(name, folder)) is not None:
             yield finding
     for name, kind, of_answers in PROBED:
-        if found := probed(folder, kind):
-            yield of_answers(name, found)
+        if (found := probed(folder, kind)) and (finding := of_answers(name, found)) is not None:
+            yield finding
 
 
 TIMED: tuple[tuple[str, str, Callable[[str, Measured], Finding]], ...] = (
@@ -40,7 +40,7 @@ COMPARED: tuple[tuple[str, Callable[[str, Path], Finding | None]], ...] = (
     ("question-2", timed_findings.temperatures),
     ("question-3", best_setting.finding),
 )
-PROBED: tuple[tuple[str, str, Callable[[str, Sequence[Record]], Finding]], ...] = (
+PROBED: tuple[tuple[str, str, Callable[[str, Sequence[Record]], Finding | None]], ...] = (
     ("experiment-2-borrowed", "borrowing", probe_findings.borrowed),
     ("question-1", "overlap", probe_findings.shared),
     ("check-2", "masks", probe_findings.wrong_masks),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from draftgraph.bench.paper.finding import Finding
 from draftgraph.bench.paper.items import TAUS, TEMPERATURES
+from draftgraph.bench.paper.masks import SETTINGS
 from draftgraph.bench.report import Table
 from draftgraph.bench.runs import Record
 
@@ -76,41 +78,49 @@ def overlap_row(words: str, pairs: Sequence[Record]) -> list[str]:
     return [words, str(len(pairs)), f"{tokens:.1%}", f"{bigrams:.1%}", f"{edits:.2f}"]
 
 
-def wrong_masks(name: str, found: Sequence[Record]) -> Finding:
-    settings, rows = by_setting(found), []
+def wrong_masks(name: str, found: Sequence[Record]) -> Finding | None:
+    """None: no prompt was answered at every setting so far."""
+    settings, rows = by_setting(answered_at_every_setting(found)), []
+    if not settings:
+        return None
     for setting, here in settings.items():
         places = [record["first_difference"] for record in here if record["first_difference"] is not None]
         worse = fmean(record["surprise"] - record["plain_surprise"] for record in here)
         first = f"{median(places):.0f} ({len(places)} of {len(here)})" if places else f"none ({len(here)} answers)"
-        rows.append([setting, first, f"{worse:+.3f}", f"{fmean(record['tokens_per_pass'] for record in here):.2f}"])
+        rows.append([setting, first, f"{worse:+.3f}", f"{per_pass_of(here):.2f}"])
     kept = draft_changes_nothing(settings)
     answer = (
         "A wrong mask at the target changes the text and its perplexity (table: the place of the first other token, "
         "and the target's surprise at the text, in nats per token more than plain decoding's); one at the draft "
-        f"{'leaves every answer as it is' if kept else CHANGES}, and only costs acceptance."
+        f"{'leaves every answer as it is' if kept else CHANGES}, with {per_pass_of(settings[SETTINGS[-1]]):.2f} tokens "
+        f"per pass where right masks have {per_pass_of(settings[SETTINGS[0]]):.2f}."
     )
     header = ["nodes that see a stranger", "first other token", "surprise, more", "tokens per pass"]
     question = "Check 2: what do wrong attention masks do over 1,000 tokens?"
     return Finding(name, question, answer, Table("Wrong masks", header, rows), kept, timed=False)
 
 
-def accuracy(name: str, found: Sequence[Record]) -> Finding:
+def accuracy(name: str, found: Sequence[Record]) -> Finding | None:
+    """None: no prompt was answered at every setting so far."""
     settings = by_setting(answered_at_every_setting(found))
+    if not settings:
+        return None
     first = next(iter(settings.values()))
     plain = fmean(record["plain_right"] for record in first)
     right = {setting: fmean(record["right"] for record in here) for setting, here in settings.items()}
-    rows, told = [["plain decoding", f"{plain:.0%}", "", ""]], {AT_TARGET: "", AT_DRAFT: ""}
+    rows = [["plain decoding", f"{plain:.0%}", "", ""]]
+    told: dict[str, list[str]] = {AT_TARGET: [], AT_DRAFT: []}
     for setting, here in settings.items():
         same, ties = fmean(map(is_same, here)), sum(record["tie"] for record in here)
         unchanged = f"{same:.0%}" + (f" ({ties} part at a tie)" if ties else "")
-        per_pass = fmean(record["tokens_per_pass"] for record in here)
-        rows.append([setting, f"{right[setting]:.0%}", unchanged, f"{per_pass:.2f}"])
+        rows.append([setting, f"{right[setting]:.0%}", unchanged, f"{per_pass_of(here):.2f}"])
         where, share = setting.split()
-        told[where] += f", with {float(share):.0%} of nodes {right[setting]:.0%} ({same:.0%} of answers unchanged)"
+        told[where].append(f"{float(share):.0%} of nodes: {right[setting]:.0%} right, {same:.0%} unchanged")
     kept = draft_changes_nothing(settings)
     answer = (
-        f"Plain decoding solves {plain:.0%} of {len(first)} problems. Under wrong masks at the target"
-        f"{told[AT_TARGET]}; at the draft{told[AT_DRAFT]}: one there {'changes no answer' if kept else CHANGES}."
+        f"Plain decoding solves {plain:.0%} of {len(first)} problems. Wrong masks at the target: "
+        f"{'; '.join(told[AT_TARGET])}. At the draft: {'; '.join(told[AT_DRAFT])}; so one there "
+        f"{'changes no answer' if kept else CHANGES}."
     )
     header = ["nodes that see a stranger", "accuracy", "answers unchanged", "tokens per pass"]
     question = "Check 2: what do wrong attention masks do to accuracy?"
@@ -126,12 +136,13 @@ def by_setting(found: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def answered_at_every_setting(found: Sequence[Record]) -> list[Record]:
-    """A study that was stopped has answered its last prompt at some settings only: then these are not compared."""
-    settings: dict[tuple[str, int], int] = {}
-    for record in found:
-        prompt = record["task"], record["prompt"]
-        settings[prompt] = settings.get(prompt, 0) + 1
-    return [one for one in found if settings[one["task"], one["prompt"]] == max(settings.values())]
+    """A study that was stopped has answered its last prompt at some settings only: that one is left out."""
+    answers = Counter((record["task"], record["prompt"]) for record in found)
+    return [record for record in found if answers[record["task"], record["prompt"]] == len(SETTINGS)]
+
+
+def per_pass_of(records: Sequence[Record]) -> float:
+    return fmean(record["tokens_per_pass"] for record in records)
 
 
 def is_same(record: Record) -> bool:
