@@ -194,7 +194,7 @@ def study() -> PaperReport:
     ]
     found = [
         Finding("main", "How fast?", "Fast & good.", Table("", ["mode", "all"], [["tree", "1.50x"]]), agrees=True),
-        Finding("check-3", "The best?", "No.", Table("", COUNTS, rows), agrees=False),
+        Finding("check-3", "The best?", "No.", Table("By setting", COUNTS, rows), agrees=False),
         Finding("other", "Why?", "Because."),
     ]
     return PaperReport("The study", "device: cpu; seed: 0", found)
@@ -208,6 +208,9 @@ def test_a_study_is_a_part_with_charts_and_verdicts() -> None:
     assert [chart.count("<polyline") for chart in grid.charts] == [3, 3, 3], "a line for every theta_sib"
     assert not other.charts and not other.tables and other.badge is None
     document = page([part])
+    assert document.count("<details>") == 1 and f"By setting, {len(grid_modes())} rows" in document, (
+        "long tables are folded"
+    )
     assert "Fast &amp; good." in document and "not as the paper has it" in document and not outside(document)
 
 

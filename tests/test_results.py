@@ -12,6 +12,8 @@ import pytest
 from bench_tools import pair_in
 from conftest import REPOSITORY
 
+from draftgraph.bench.paper.findings import COMPARED, PROBED, TIMED
+from draftgraph.bench.paper.report import PaperReport
 from draftgraph.bench.runs import FILE, Record, records_in
 from draftgraph.bench.speed import bench_run
 from draftgraph.bench.speed_report import SpeedReport
@@ -19,6 +21,8 @@ from draftgraph.bench.task_prompts import TaskPrompt
 
 RESULTS = REPOSITORY / "docs" / "results"
 MEASURED = sorted(file.parent for file in RESULTS.glob(f"*/{FILE}"))
+STUDIES = sorted(file.parent for file in RESULTS.glob("*/paper.json"))
+ALL_ITEMS = {name for name, *_ in (*TIMED, *COMPARED, *PROBED)}
 FIGURES = runpy.run_path(str(REPOSITORY / "docs" / "figures.py"))
 PUBLISH = runpy.run_path(str(REPOSITORY / "docs" / "publish.py"))
 TEXTS = {"tokens", "text", "reference"}
@@ -40,6 +44,7 @@ def test_a_figure_that_was_changed_by_hand_is_noticed() -> None:
 
 def test_there_are_results_of_every_size() -> None:
     assert {"cpu", "h200-135m", "h200-7b", "h200-7b-sampled", "h200-13b", "h200-70b"} <= {one.name for one in MEASURED}
+    assert STUDIES
 
 
 @pytest.mark.parametrize("folder", MEASURED, ids=lambda folder: folder.name)
@@ -50,6 +55,14 @@ def test_a_report_follows_from_the_measurements_beside_it(folder: Path) -> None:
     assert speeds(found) == pytest.approx(speeds(shown)) and len(speeds(found)) > 4
     label, size = shown["configuration"]["inflated"], re.search(r"-(\d+b)", folder.name)
     assert label == (f"{size[1].upper()}-cost, inflated" if size else None)
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_a_study_follows_from_its_measurements(folder: Path) -> None:
+    shown = json.loads((folder / "paper.json").read_text(encoding="utf-8"))
+    found = PaperReport.of(folder)
+    assert found is not None and json.loads(json.dumps(found.to_dict())) == shown
+    assert {one["name"] for one in shown["findings"]} == ALL_ITEMS, "every item is answered"
 
 
 def speeds(report: dict[str, Any]) -> dict[tuple[str, str], float]:

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 from draftgraph.bench.report import REASON, Table
 from draftgraph.inspect.theme import DARK, LIGHT
 
+MOST_LINES = 20  # of a table that is not folded
 LABEL = re.compile(r"^(.*) \((\w+-cost, inflated)\)$")
 
 
@@ -52,6 +53,7 @@ def page(parts: Sequence[Part]) -> str:
         dark_style=Markup(DARK.style_sheet()),
         cell=cell,
         reason=REASON,
+        most_lines=MOST_LINES,
     )
 
 

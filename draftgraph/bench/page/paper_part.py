@@ -13,19 +13,20 @@ from draftgraph.bench.paper.finding import Finding
 from draftgraph.bench.paper.items import GRID, PAPER_POINT
 from draftgraph.bench.paper.report import VERDICTS, PaperReport
 from draftgraph.bench.report import Table
+from draftgraph.bench.speed_report import ALL
 
 FIGURE = re.compile(r"[-+]?\d+(\.\d+)?")
 # The columns of an item's table that are drawn, one chart each: a bar for every row.
 DRAWN: dict[str, Sequence[str]] = {
-    "main": ["all"],
+    "main": [ALL],
     "experiment-1": ["times as fast", "tokens per pass", "draft tokens per token"],
     "experiment-2": ["times as fast", "merged", "draft tokens per token"],
     "experiment-3": ["times as fast", "tokens per pass", "draft tokens per token"],
     "experiment-2-borrowed": ["median KL, own from borrowed"],
-    "check-1": ["all"],
+    "check-1": [ALL],
     "check-2": ["surprise, more", "tokens per pass"],
     "check-2-accuracy": ["accuracy", "answers unchanged"],
-    "foreign": ["all"],
+    "foreign": [ALL],
     "question-1": ["bigrams shared", "edits per token"],
     "question-2": ["best chain", "graph", "auto"],
     "question-3": ["times as fast"],
@@ -67,7 +68,8 @@ def column_chart(table: Table, column: str) -> Markup | None:
     reference = 1.0 if any(shown.endswith("x") for _, shown, _ in rows) else None
     if not rows or min(value for *_, value in rows) < 0:
         return None
-    return bars(column, [Bar(name, value, shown.split(" (")[0]) for name, shown, value in rows], reference)
+    title = "times as fast, all tasks" if column == ALL else column
+    return bars(title, [Bar(name, value, shown.split(" (")[0]) for name, shown, value in rows], reference)
 
 
 def grid_charts(table: Table) -> list[Markup]:
