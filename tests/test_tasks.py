@@ -74,6 +74,17 @@ def test_a_row_may_have_a_reference_and_the_sort_of_its_task(tmp_path: Path) -> 
     assert [(prompt.reference, prompt.kind) for prompt in prompts] == [("b", "translation"), (None, None), (None, None)]
 
 
+def test_the_first_turn_of_a_conversation_is_a_prompt(tmp_path: Path) -> None:
+    rows = [{"question_id": 1, "category": "math", "turns": ["Why?", "And then?"]}, {"prompt": "a", "turns": ["b"]}]
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert read_tasks([file])["question"] == ["Why?", "a"]
+    for turns in ([], "Why?", [3], [""]):
+        file.write_text(json.dumps({"turns": turns}))
+        with pytest.raises(UsageError, match="line 1: no prompt"):
+            read_tasks([file])
+
+
 def test_a_task_that_is_there_twice_or_not_at_all_is_refused(tmp_path: Path) -> None:
     (tmp_path / "math.jsonl").write_text('{"prompt": "a"}')
     with pytest.raises(UsageError, match=r"two tasks are named math: .* leave one out"):
@@ -92,6 +103,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "tatsu-lab/alpaca": {"instruction": "Sort these.", "input": "b, a", "output": "a, b", "text": ""},
     "wmt/wmt14": {"translation": {"de": "Guten Tag", "en": "Good day"}},
     "openai/openai_humaneval": {"prompt": "def one():\n", "canonical_solution": "    return 1\n"},
+    "euclaise/writingprompts": {"prompt": "[ WP ] A cat [ sic ] talks .", "story": "Miaow ."},
     "HuggingFaceH4/mt_bench_prompts": {"prompt": ["Why?", "And then?"], "category": "reasoning", "reference": []},
 }
 
@@ -124,6 +136,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("wmt14_deen", TaskPrompt("Translate German to English: Guten Tag", "Good day", "translation")),
         ("wmt14_ende", TaskPrompt("Translate English to German: Good day", "Guten Tag", "translation")),
         ("humaneval", TaskPrompt("```python\ndef one():\n```", "    return 1\n", "code")),
+        ("writing_prompts", TaskPrompt("story based on this idea: A cat [ sic ] talks .", "Miaow .", "story")),
         ("mt_bench", TaskPrompt("Why?", None, "mt_bench/reasoning")),
     ],
 )

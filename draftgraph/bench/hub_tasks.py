@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +14,7 @@ from draftgraph.models.cache import offline
 from draftgraph.models.faults import one_line
 
 Row = Mapping[str, Any]
+TAG = re.compile(r"^\s*\[[^\]]{1,6}\]")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ def code(row: Row) -> TaskPrompt:
     return TaskPrompt(f"{request}\n\n```python\n{row['prompt'].rstrip()}\n```", row["canonical_solution"], "code")
 
 
+def story(row: Row) -> TaskPrompt:
+    """Prompts of the forum begin with a tag, as in [ WP ]."""
+    idea = TAG.sub("", row["prompt"]).strip()
+    return TaskPrompt(f"Write a short story based on this idea: {idea}", row["story"], "story")
+
+
 def first_turn(row: Row) -> TaskPrompt:
     good = row["reference"][0] if row.get("reference") else None
     return TaskPrompt(row["prompt"][0], text_or_none(good), f"mt_bench/{row['category']}")
@@ -66,6 +74,7 @@ HUB = {
     "wmt14_deen": HubTask("wmt/wmt14", "de-en", "test", to_english),
     "wmt14_ende": HubTask("wmt/wmt14", "de-en", "test", to_german),
     "humaneval": HubTask("openai/openai_humaneval", None, "test", code),
+    "writing_prompts": HubTask("euclaise/writingprompts", None, "test", story),
     "mt_bench": HubTask("HuggingFaceH4/mt_bench_prompts", None, "train", first_turn),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from draftgraph.errors import UsageError
 
@@ -41,10 +42,16 @@ def prompt_of(line: str, place: str) -> TaskPrompt:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f'{place}: not JSON; write {{"prompt": "..."}}') from error
-    prompt = row.get("prompt") if isinstance(row, dict) else None
+    prompt = first_said(row) if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
         raise UsageError(f'{place}: no prompt; write {{"prompt": "..."}}')
     return TaskPrompt(prompt, text_or_none(row.get("reference")), text_or_none(row.get("task")))
+
+
+def first_said(row: dict[str, Any]) -> object:
+    """The prompt, or the first turn of a conversation, as in the rows of Spec-Bench and MT-Bench."""
+    turns = row.get("turns")
+    return turns[0] if "prompt" not in row and isinstance(turns, list) and turns else row.get("prompt")
 
 
 def text_or_none(value: object) -> str | None:
