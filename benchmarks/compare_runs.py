@@ -3,7 +3,8 @@
     python benchmarks/compare_runs.py first second
 
 Both are --out folders of the same `bench run`. A cell is a mode on a task: the median time per token of its prompts.
-How many cells differ by at most 5%, the usual difference, and how far a cell may be off by its own repeats.
+How many cells differ by at most 5%, the usual difference, the same of their ratios to plain decoding, and how far a
+cell may be off by its own repeats.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ def cells(folder: Path) -> dict[Cell, Figures]:
 
 def compared(one: dict[Cell, Figures], other: dict[Cell, Figures]) -> dict[str, float]:
     both = one.keys() & other.keys()
-    differences = {cell: abs(other[cell].ms_per_token / one[cell].ms_per_token - 1) for cell in both}
+    differences = [abs(other[cell].ms_per_token / one[cell].ms_per_token - 1) for cell in both]
+    ratios = [abs(other[cell].speed.ratio / one[cell].speed.ratio - 1) for cell in both]
     noise = [figures.noise for found in (one, other) for figures in found.values() if figures.noise is not None]
     return {
         "cells": len(both),
-        "close": sum(difference <= CLOSE for difference in differences.values()) / len(both),
-        "median_difference": median(differences.values()),
-        "largest_difference": max(differences.values()),
+        "close": sum(difference <= CLOSE for difference in differences) / len(both),
+        "median_difference": median(differences),
+        "largest_difference": max(differences),
+        "close_ratios": sum(difference <= CLOSE for difference in ratios) / len(both),
+        "median_ratio_difference": median(ratios),
         "median_half_width": median(noise) if noise else float("nan"),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from draftgraph.pair import Pair
 TASKS = {"cats": ["the cat sat", "a cat"]}
 QUICK = ["hf", "hf-assisted", "hf-assisted-constant", "hf-lookup"]
 STAND_IN = """
-import os, sys, time
+import os, sys, threading, time
 __version__ = "9.9"
 print("a log line on stdout")
 if os.environ.get("VLLM_STAND_IN") == "broken":
@@ -43,13 +44,24 @@ class LLM:
         draft = options.get("speculative_config", {}).get("model")
         assert draft is None or os.path.exists(os.path.join(draft, "config.json"))
         assert options["enable_prefix_caching"] is False and options["dtype"] == "float32"
+        assert options["disable_log_stats"] is False
+        if os.environ.get("VLLM_STAND_IN") == "busy":
+            threading.Thread(target=self.count, daemon=True).start()
+
+    def count(self):
+        while True:
+            time.sleep(0.001)
+            with open(os.environ["VLLM_COUNT"], "a") as stream:
+                stream.write(".")
 
     def generate(self, prompt, sampling, use_tqdm):
         if os.environ.get("VLLM_STAND_IN") == "dying":
             os._exit(3)
         tokens = list(range(sampling.given["max_tokens"]))
-        time.sleep(0.002 * len(tokens))
-        return [type("", (), {"outputs": [type("", (), {"token_ids": tokens})]})]
+        time.sleep(0.002)
+        told = type("", (), {"first_token_ts": time.monotonic()})
+        time.sleep(0.002 * (len(tokens) - 1))
+        return [type("", (), {"outputs": [type("", (), {"token_ids": tokens})], "metrics": told})]
 """
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -165,6 +177,29 @@ def test_vllm_answers_from_an_environment_of_its_own(pair: Pair, tmp_path: Path,
         assert 1.9 < run["ms_per_token"] < 100 and run["first_token_seconds"] > 0.0019
     assert report.mode("vllm").library == "vllm 9.9"
     assert not list((tmp_path / "out").glob(".models-*"))
+
+
+def test_a_vllm_that_is_not_asked_is_stopped(
+    pair: Pair, tmp_path: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = tmp_path / "count"
+    count.touch()
+    monkeypatch.setenv("VLLM_STAND_IN", "busy")
+    monkeypatch.setenv("VLLM_COUNT", str(count))
+    worker = vllm_methods.Worker(stand_in, tmp_path / "log", torch.device("cpu"))
+    pair.target.save_pretrained(tmp_path / "model")
+    options = {"model": str(tmp_path / "model"), "enable_prefix_caching": False, "dtype": "float32"}
+    assert worker.ask(options | {"disable_log_stats": False}) == {"version": "9.9"}
+    sizes = []
+    for _ in range(3):
+        time.sleep(0.1)
+        sizes.append(count.stat().st_size)
+        time.sleep(0.2)
+        assert count.stat().st_size == sizes[-1], "it does nothing while others are timed"
+        question = {"prompt": [1], "sampling": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}}
+        assert len(worker.ask(question)["tokens"]) == 40
+    assert sizes[2] > sizes[1] > sizes[0], "it goes on when it is asked"
+    worker.close()
 
 
 @pytest.mark.parametrize(

@@ -262,4 +262,5 @@ def test_two_runs_are_compared_cell_by_cell():
     same, other = (compare_runs.compared(cells(1.0), cells(slower)) for slower in (1.0, 1.2))
     assert same["cells"] == 4 and same["close"] == 1.0 and same["largest_difference"] == 0.0
     assert other["close"] == 0.75 and 0.15 < other["largest_difference"] < 0.2 and other["median_difference"] == 0.0
+    assert same["close_ratios"] == 1.0 and other["close_ratios"] == 0.75 and other["median_ratio_difference"] == 0.0
     assert 0 < same["median_half_width"] < 0.02

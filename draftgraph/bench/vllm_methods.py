@@ -25,7 +25,6 @@ from draftgraph.generation import Request, context_window, prepare
 DRAFTED = 5  # tokens, as vLLM's own documentation has it
 LOOKUP_TOKENS = 4
 ROOM = 16  # tokens behind the longest answer, which drafts may reach into
-TRIES = 3  # a machine may stall in the first of two requests
 PATIENCE = 900.0  # seconds for one answer of the worker; the first waits for weights and compiling
 GPU_SHARE = 0.8  # of the free memory, for all methods of vLLM together
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -34,7 +33,7 @@ NO_REASON = "initialization failed"  # of its engine or worker: they have logged
 
 
 class Vllm(Peer):
-    """`vllm.LLM`, asked for one token and for the whole answer: what is between both is decoding."""
+    """`vllm.LLM`, which is stopped while others are timed: its idle processes take time too."""
 
     def __init__(self, name: str, watch: Stopwatch, exports: Exports, python: str | None) -> None:
         super().__init__(name, watch)
@@ -59,6 +58,7 @@ class Vllm(Peer):
             "max_model_len": min(length, context_window(target) or length),
             "max_num_seqs": 1,
             "enable_prefix_caching": False,  # a prompt that is repeated would have no prefill
+            "disable_log_stats": False,  # they tell when the first token came
         }
         if self.watch.meters.device.type == "cuda":
             options["gpu_memory_utilization"] = self._gpu_share
@@ -73,13 +73,10 @@ class Vllm(Peer):
     def answer(self, prompt: str) -> Answer:
         ids = self.ids(prompt)
         sampling = sampling_of(self.request(ids), self.arguments)
-        for _ in range(TRIES):
-            first = self._ask({"prompt": ids, "sampling": sampling | {"max_tokens": 1}})
-            whole = self._ask({"prompt": ids, "sampling": sampling | {"max_tokens": self.arguments["max_new_tokens"]}})
-            decoding = whole["seconds"] - first["seconds"]
-            if decoding > 0 or len(whole["tokens"]) == 1:
-                return Answer(whole["tokens"], 1, first["seconds"], decoding)
-        raise MethodFailed("an answer took no longer than its first token, again and again: ask for more tokens")
+        sampling |= {"max_tokens": self.arguments["max_new_tokens"]}
+        assert self._worker is not None, "it was warmed up"
+        given = self._worker.ask({"prompt": ids, "sampling": sampling})
+        return Answer(given["tokens"], 1, given["first_seconds"], given["seconds"])
 
     def taken(self) -> Record:
         """The device counts whoever uses it; what is known of memory is that of this process."""
@@ -90,10 +87,6 @@ class Vllm(Peer):
         given = {name: self.arguments.get(name) for name in ("temperature", "top_p", "max_new_tokens")}
         given = {name: value for name, value in given.items() if value is not None}
         return prepare(self.pair.target, torch.tensor([ids]), do_sample="temperature" in given, **given)
-
-    def _ask(self, question: Record) -> Record:
-        assert self._worker is not None, "it was warmed up"
-        return self._worker.ask(question)
 
     def close(self) -> None:
         if self._worker is not None:
@@ -126,8 +119,9 @@ class Worker:
         """The answer to one line; a worker that is silent for too long is ended."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        line, timer = "", threading.Timer(PATIENCE, self._kill)
+        line, timer = "", threading.Timer(PATIENCE, self._send, [signal.SIGKILL])
         timer.start()
+        self._send(signal.SIGCONT)
         try:
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
@@ -137,6 +131,7 @@ class Worker:
         finally:
             ended = "the worker of vllm ended" if timer.is_alive() else f"vllm gave no answer in {PATIENCE:g} seconds"
             timer.cancel()
+            self._send(signal.SIGSTOP)
         answer: Record = json.loads(line) if line else {"error": ended}
         if "error" in answer:
             raise MethodFailed(self._reason(str(answer["error"])))
@@ -152,19 +147,21 @@ class Worker:
     def close(self) -> None:
         """Lets it end, and what it started."""
         process = self._process
+        self._send(signal.SIGCONT)
         assert process.stdin is not None and process.stdout is not None
         with suppress(OSError):  # it has ended, and not read all
             process.stdin.close()
         try:
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self._send(signal.SIGKILL)
             process.wait()
         process.stdout.close()
 
-    def _kill(self) -> None:
+    def _send(self, kind: signal.Signals) -> None:
+        """To it and all that it started; nothing to those that have ended."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, kind)
 
 
 def sampling_of(request: Request, arguments: Any) -> Record:
