@@ -63,6 +63,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no CUDA device")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def something_compiled() -> None:
+    """So that no command of these tests has to say on stderr that it compiles for the first time."""
+    from draftgraph.compiled.table import empty, get
+
+    get(empty(4), 7)
+
+
 @pytest.fixture(scope="session")
 def default_model_file() -> Path:
     """The default model's GGUF file inside the installed wheel, found without importing that package."""
