@@ -153,9 +153,11 @@ class GraphDecoder:
         self._running = decoding
         return decoding
 
-    def begun(self, request: Request, row: int, seed: int, outputs: Outputs, config: GraphConfig) -> Decoding:
-        """The same of a text that nobody has read yet."""
-        return Decoding(self, apart(request, row, unwrapped(self.target_model)), row, seed, outputs, config)
+    def begun(
+        self, request: Request, row: int, seed: int, outputs: Outputs, config: GraphConfig, sample: int | None = None
+    ) -> Decoding:
+        """The same of a text that nobody has read yet; `sample`: which of several with one seed."""
+        return Decoding(self, apart(request, row, unwrapped(self.target_model)), row, seed, outputs, config, sample)
 
     def seated(self, target: Engine, draft: Engine | None) -> GraphDecoder:
         """The same pair, with the engines of one text among many; what is learnt is learnt for all."""

@@ -47,6 +47,7 @@ class Decoding:
         seed: int,
         outputs: Outputs,
         config: GraphConfig,
+        sample: int | None = None,
     ) -> None:
         self.decoder = decoder
         self.loan = Loan(*decoder.models)
@@ -65,7 +66,8 @@ class Decoding:
         self.pricing = pricing_of(decoder, self.config)
         self.cost = self.pricing.at(len(self.text), self._stats)
 
-        sample = row % (request.config.num_return_sequences or 1)
+        if sample is None:
+            sample = row % (request.config.num_return_sequences or 1)
         self.noise = KeyedNoise(seed, sample) if request.samples else None
         self.draft = decoder.draft_proposer(self.config, request.eos_ids) if config.drafts else None
         self._engines: list[Engine] = [self.target, *([self.draft.engine] if self.draft else [])]

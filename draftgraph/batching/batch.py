@@ -32,13 +32,14 @@ class Batch:
     """Continues texts: `add` them, then `step` until nobody is left."""
 
     def __init__(self, decoder: GraphDecoder, slots: int | None = None, texts: int = TEXTS) -> None:
-        self.decoder, self.most = decoder, texts
+        self.decoder = decoder
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []  # those that came first are first
         self.target: SeatEngine = packed_or_apart(decoder.target_model, slots, texts)
         self.draft: SeatEngine | None = None
         if decoder.draft_model is not None:
             self.draft = packed_or_apart(decoder.draft_model, slots, texts)
+        self.most = min(texts, *(engine.most or texts for engine in self.engines))
         self.experience = Experience()
         self.took = Took()
         self._loan = Loan(*decoder.models)

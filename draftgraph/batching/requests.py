@@ -18,6 +18,17 @@ from draftgraph.generation import Request, prepare, stop_ids_of
 
 CONFIG_FIELDS = ("mode", "k", "tau", "theta_prob", "theta_sib", "max_nodes", "max_depth", "chain_length")
 
+RANGES = {
+    "max_tokens": (0, 2**31),
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, 2**31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+
 
 class CountPenalties(LogitsProcessor):
     """OpenAI's: what the answer has said before is less likely, once for being there and once for every time."""
@@ -44,6 +55,7 @@ class Bias(LogitsProcessor):
 def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Request:
     """Raises a UsageError where the job asks for what cannot be."""
     ids = check_tokens(job.tokens, vocabulary)
+    check_numbers(job)
     check_tokens(tuple(job.logit_bias), vocabulary, "logit_bias")
     processors = LogitsProcessorList()
     if job.presence_penalty or job.frequency_penalty:
@@ -86,6 +98,15 @@ def config_of(job: Job, default: GraphConfig) -> GraphConfig:
         return GraphConfig(**{"mode": default.mode, "cost": default.cost} | job.config)
     except TypeError as error:
         raise UsageError(f"not a configuration: {json.dumps(job.config)[:200]}") from error
+
+
+def check_numbers(job: Job) -> None:
+    """What `generate` would pass over in silence."""
+    for name, (low, high) in RANGES.items():
+        if not low <= getattr(job, name) <= high:
+            raise UsageError(f"{name} must be between {low:g} and {high:g}, not {getattr(job, name)}")
+    if job.seed is not None and not 0 <= job.seed < 2**63:
+        raise UsageError(f"seed must be between 0 and 2^63 - 1, not {job.seed}")
 
 
 def check_tokens(tokens: tuple[int, ...], vocabulary: int, what: str = "the prompt") -> list[int]:

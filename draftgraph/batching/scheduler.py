@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from draftgraph.batching.text import Text
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import fresh_seed
+from draftgraph.drafting.past import Past
 from draftgraph.engine.pages import OutOfPages
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.pair import Pair
@@ -33,7 +35,8 @@ class Limits:
     texts: int = TEXTS  # answered together
     waiting: int = 256  # jobs besides
     slots: int | None = None  # tokens that keys and values are kept of; None: as memory allows
-    past_tokens: int = 0  # of past answers that new ones may copy from, for each tenant; 0: none
+    past_tokens: int = 0  # of past answers that new ones may copy from, of each tenant; 0: none
+    tenants: int = 64  # whose past is kept
 
 
 @dataclass(eq=False)
@@ -62,6 +65,7 @@ class Scheduler:
         self.vocabulary = int(pair.target.get_input_embeddings().weight.shape[0])
         self._tasks: dict[str, Task] = {}
         self._by_text: dict[Text, Task] = {}
+        self._pasts: OrderedDict[str, Past] = OrderedDict()
         self._steps = 0
         self._seconds = 0.0
 
@@ -79,7 +83,8 @@ class Scheduler:
             raise UsageError(f"{request.max_length} tokens are more than there is room for: ask for fewer")
         outputs = Outputs(keep_logprobs=job.logprobs is not None, alternatives=job.logprobs or 0)
         seed = fresh_seed() if job.seed is None else job.seed
-        text = Text(request, seed, config_of(job, self.config), job.sample, outputs, job.tenant)
+        past = self._past_of(job.tenant)
+        text = Text(request, seed, config_of(job, self.config), job.sample, outputs, job.tenant, past)
         task = Task(job, text)
         if job.prompt_logprobs is not None:
             text.on_prompt = lambda logits: self._score_prompt(task, logits)
@@ -134,6 +139,8 @@ class Scheduler:
             told.step = traced(step, self.batch.took.in_all)
         if step.finish_reason is not None:
             told.finish_reason, told.stats = step.finish_reason, self._stats(task)  # type: ignore[assignment]
+            if task.text.past is not None:
+                task.text.past.add(task.text.going.new_tokens)
             self._forget(task)
         return told
 
@@ -151,6 +158,16 @@ class Scheduler:
         if isinstance(failure, UsageError):
             return Progress.failed(task.job.id, "usage", message)
         return Progress.failed(task.job.id, "engine", f"{type(failure).__name__}: {message}")
+
+    def _past_of(self, tenant: str) -> Past | None:
+        """The tenant's own, and nobody else's."""
+        if not self.limits.past_tokens:
+            return None
+        past = self._pasts.pop(tenant, None) or Past(self.limits.past_tokens)
+        self._pasts[tenant] = past
+        while len(self._pasts) > self.limits.tenants:
+            self._pasts.popitem(last=False)
+        return past
 
     def _drop(self, task: Task) -> None:
         self.batch.remove(task.text)

@@ -14,6 +14,7 @@ from draftgraph.engine.loan import unwrapped
 from draftgraph.engine.packed import PackedEngine, Part, Seat
 from draftgraph.engine.packing import free_memory
 from draftgraph.engine.pages import PAGE
+from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import EagerEngine
 from draftgraph.engine.selfcheck import PARENTS, checked_engine, problem_of, short_windows, tree_difference
 from draftgraph.generation import context_window
@@ -27,6 +28,8 @@ CHECKED = 4096  # slots of a pool that only a check uses
 
 class SeatEngine(Protocol):
     """A model and the places of its texts. A place is an `Engine` for one text."""
+
+    most: int | None  # texts at a time; None: as many as there is room for
 
     def open(self, tenant: str = "") -> Any: ...
 
@@ -52,6 +55,7 @@ class Apart:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.most = 1 if RopeSwitch.of(model) is not None else None  # it remembers the text that it last saw
 
     def open(self, tenant: str = "") -> OwnSeat:
         engine = checked_engine(self.model)
@@ -69,11 +73,13 @@ class Apart:
 
 
 class OwnSeat(EagerEngine):
-    """What a text's place can do besides: there is nothing to share."""
+    """What a place can do besides: there is nothing to share."""
 
     expected = 0
 
-    def take_known(self, tokens: Sequence[int]) -> int:
+    def begin_with(self, tokens: list[int], following: int) -> int:
+        """Reads it all at once: its rotary embedding may depend on the length."""
+        self.prefill(tokens, None, following)
         return 0
 
     def settle(self) -> None: ...

@@ -16,6 +16,7 @@ from draftgraph.decoder import GraphDecoder
 from draftgraph.decoding import Decoding
 from draftgraph.drafting.growers import Grown
 from draftgraph.drafting.model import ModelProposer
+from draftgraph.drafting.past import Past
 from draftgraph.engine.packed import Part
 from draftgraph.generation import Request
 from draftgraph.trace import Step
@@ -31,6 +32,7 @@ class Text:
     sample: int = 0
     outputs: Outputs = field(default_factory=Outputs)
     tenant: str = ""  # it may begin with what this one's texts left behind
+    past: Past | None = None  # it may copy from
     on_prompt: Callable[[Tensor], None] | None = None  # is given the logits of every piece of the prompt
     decoding: Decoding | None = None
     failure: Exception | None = None
@@ -71,14 +73,16 @@ class Text:
         if self.decoding is None:
             drafts = draft is not None and self.config.drafts
             seated = decoder.seated(target.open(self.tenant), draft.open(self.tenant) if draft and drafts else None)
-            self.decoding = seated.begun(self.request, self.sample, self.seed, self.outputs, self.config)
-        known = self.going.text[:-1]
+            self.decoding = seated.begun(self.request, 0, self.seed, self.outputs, self.config, self.sample)
+            if self.decoding.sources.copied is not None:
+                self.decoding.sources.copied.past = self.past
+        known, found = self.going.text[:-1], []
         for seat, tokens in zip(self.seats, (known, self.draft.as_read(known) if self.draft else []), strict=False):
             seat.expected = self.going.request.max_length + self.config.nodes
             seat.begin(len(self.going.text), False)
             if self.on_prompt is None:
-                seat.take_known(tokens)
-        self.reused = len(self.seat.text)
+                found.append(seat.begin_with(tokens, self.going.text[-1]))
+        self.reused = found[0] if found else 0
 
     def close(self) -> None:
         self.began = False

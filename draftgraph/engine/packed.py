@@ -56,6 +56,8 @@ class Part:
 class PackedEngine:
     """A model and its pool."""
 
+    most: int | None = None
+
     def __init__(self, model: Any, slots: int) -> None:
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
@@ -186,8 +188,8 @@ class Seat:
             expected = pages_for(max(self.expected, capacity)) - len(self.pages)
             self.pages += self.engine.pages.take(missing, self.pages[-1] if self.pages else None, expected)
 
-    def take_known(self, tokens: Sequence[int]) -> int:
-        """Begins with what the pool knows of a text; returns how many tokens that are."""
+    def begin_with(self, tokens: list[int], following: int) -> int:
+        """Takes over what the pool knows of a text; returns how many tokens that are."""
         pages = self.engine.pages
         self.rewind(0)
         found = pages.known(self.tenant, tokens)
@@ -195,7 +197,7 @@ class Seat:
             return 0
         pages.hold(found)
         self.pages, self._settled = list(found), len(found)
-        self.text = list(tokens[: len(found) * PAGE])
+        self.text = tokens[: len(found) * PAGE]
         if self.device.type == "cpu":
             self._copy_known()
         return len(self.text)
