@@ -12,17 +12,17 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from draftgraph import __version__
-from draftgraph.serve import errors
+from draftgraph.serve import docs_page, errors
 from draftgraph.serve.chat import ChatForm, chat_generation
 from draftgraph.serve.completions import CompletionForm, completion_generation
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.generation import Server
-from draftgraph.serve.guard import BodyLimit, Counted, KeyRequired
+from draftgraph.serve.guard import BodyLimit, Counted, KeyRequired, OwnName
 from draftgraph.serve.jobs import JobMaker
 from draftgraph.serve.keys import Keys
 from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.schemas import ChatAnswer, ChatRequest, Completion, CompletionRequest
-from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.settings import ServerSettings, is_loopback
 from draftgraph.serve.status import status_routes
 from draftgraph.serve.streaming import respond
 
@@ -56,12 +56,15 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
         yield
         await engine.stop()
 
-    app = FastAPI(title="draftgraph", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="draftgraph", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(status_routes(settings, server, ERRORS))
     add_generation_routes(app, settings, server)
+    docs_page.install(app)
     errors.install(app)
     app.add_middleware(BodyLimit, settings=settings)
     app.add_middleware(KeyRequired, keys=Keys(settings.api_keys))
+    if is_loopback(settings.host) and not settings.api_keys:
+        app.add_middleware(OwnName, settings=settings)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]

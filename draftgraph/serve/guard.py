@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draftgraph.serve.errors import ApiError, ClientGone, answer
 from draftgraph.serve.keys import Keys
 from draftgraph.serve.metrics import Metrics
-from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.settings import ServerSettings, is_loopback
 
 logger = logging.getLogger("draftgraph.serve")
 OPEN = ("/", "/health", "/ready", "/docs", "/openapi.json")
@@ -62,6 +63,27 @@ class KeyRequired:
             return await answer(refused)(scope, receive, send)
         scope.setdefault("state", {})["tenant"] = tenant or ""
         await self._app(scope, receive, send)
+
+
+class OwnName:
+    """Answers on this machine only if asked by its name: a page elsewhere may have its own name lead here.
+
+    See DNS rebinding. Keys protect as well, and a server for others must answer to names it does not know.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._names = {"localhost", settings.host, *settings.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_own(header(scope, b"host") or b""):
+            refused = ApiError(403, "not under this name: start with --allow-host to allow it", code="unknown_host")
+            return await answer(refused)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    def _is_own(self, host: bytes) -> bool:
+        name = re.sub(r":\d*$", "", host.decode("latin-1")).strip("[]")
+        return name in self._names or is_loopback(name)
 
 
 class BodyLimit:

@@ -123,8 +123,10 @@ def grammar_of(wanted: ResponseFormat | None) -> dict[str, Any] | None:
 
 def check_grammar(grammar: dict[str, Any]) -> None:
     """Refuses a schema that cannot be followed, before it takes a place in the queue."""
-    from llguidance import LLMatcher
-
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise refusal("this server cannot follow a grammar: llguidance is not installed", "response_format") from error
     schema = grammar.get("schema", {"type": "object"})
     try:
         problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))

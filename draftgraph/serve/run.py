@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from draftgraph.errors import DraftGraphError
+from draftgraph.serve.app import create_app
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.settings import ServerSettings
 
@@ -25,6 +33,22 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def run(settings: ServerSettings, tokenizer: Any, engine_options: dict[str, Any]) -> None:
+    """Serves until it is told to stop; raises if it cannot listen or the model cannot be loaded."""
+    command = [sys.executable, "-m", "draftgraph.serve.engine_process", json.dumps(engine_options)]
+    engine = Engine(command, settings)
+    server = server_of(create_app(settings, engine, tokenizer), settings, engine)
+    engine.on_failed_start = lambda: setattr(server, "should_exit", True)
+    with listening(settings) as listener, logging_to_stderr():
+        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+        logging.getLogger("draftgraph.serve").info(
+            "http://%s:%s loads %s", shown, listener.getsockname()[1], settings.model_name
+        )
+        server.run(sockets=[listener])
+    if engine.failed_to_start is not None:
+        raise DraftGraphError(engine.failed_to_start)
+
+
 def server_of(app: FastAPI, settings: ServerSettings, engine: Engine) -> GracefulServer:
     config = uvicorn.Config(
         app,
@@ -36,3 +60,26 @@ def server_of(app: FastAPI, settings: ServerSettings, engine: Engine) -> Gracefu
         timeout_graceful_shutdown=int(settings.grace) + LAST_WORDS,
     )
     return GracefulServer(config, engine, settings.grace)
+
+
+def listening(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise DraftGraphError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; choose another --port"
+        ) from error
+
+
+@contextlib.contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Requests and the engine's fate, one line each; of libraries, warnings only."""
+    before = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("draftgraph.serve").setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)

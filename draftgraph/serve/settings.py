@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 
 MEBIBYTE = 1 << 20
@@ -18,6 +19,7 @@ class ServerSettings:
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody who can connect is let in
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names it answers under besides its own, where no key is asked for
     log_prompts: bool = False
     vllm_metrics: bool = False  # figures of drafting also under vLLM's names
 
@@ -43,3 +45,11 @@ class ServerSettings:
     # the engine process
     restart_wait: float = 0.5  # before it is started again; doubled with every failure in a row
     restart_wait_most: float = 30.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -29,5 +29,5 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
+            return [prompt]
         return prompt  # type: ignore[return-value]
