@@ -217,19 +217,19 @@ def failed(id: str, kind: str, message: str) -> dict[str, Any]:
     return {"id": id, "finish_reason": "error", "error": {"kind": kind, "message": message}}
 
 
-def fake_engine(waiting: int, descriptor: int) -> None:
+def fake_engine(texts: int, waiting: int, descriptor: int) -> None:
     """What `engine_process.main` does, with the fake."""
     connection = socket.socket(fileno=descriptor)
     ready = {"model": "fake", "context_window": WINDOW, "vocabulary": FakeScheduler.vocabulary, "draft": True}
 
     def serve() -> None:
-        Loop(connection, FakeScheduler(waiting=waiting), FakeJob).run(ready)
+        Loop(connection, FakeScheduler(texts, waiting), FakeJob).run(ready)
 
     os._exit(telling_faults(connection, serve))
 
 
-def fake_command(waiting: int = WAITING) -> list[str]:
-    code = f"import serve_tools, sys; serve_tools.fake_engine({waiting}, int(sys.argv[1]))"
+def fake_command(texts: int = 64, waiting: int = WAITING) -> list[str]:
+    code = f"import serve_tools, sys; serve_tools.fake_engine({texts}, {waiting}, int(sys.argv[1]))"
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
 
 

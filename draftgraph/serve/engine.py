@@ -158,7 +158,7 @@ class Engine:
             await asyncio.sleep(self._wait_after(failures))
 
     def _wait_after(self, failures: int) -> float:
-        return min(self._settings.restart_wait * 2.0 ** (failures - 1), self._settings.restart_wait_most)
+        return min(self._settings.restart_wait * 2.0 ** min(failures - 1, 30), self._settings.restart_wait_most)
 
     async def _run_once(self) -> str:
         """Starts a process and reads what it says until it ends; in one line, why it did."""
@@ -177,6 +177,8 @@ class Engine:
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=wire.LONGEST_LINE)
             fault = await self._read(reader)
             return fault or described_exit(await exit_status(process))
+        except (OSError, ValueError) as error:  # it could not be started, or sent what is no message
+            return f"{type(error).__name__}: {error}"
         finally:
             if self._writer is not None:
                 self._writer.close()
