@@ -5,6 +5,7 @@ Started by `draftgraph.serve.engine` as `python -m draftgraph.serve.engine_proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -62,8 +63,8 @@ class Loop:
 
     def _listen(self) -> None:
         """In a thread of its own; without an API there is nobody to compute for, not even to the end of this step."""
-        with self._connection.makefile("rb") as lines:
-            for line in lines:
+        with contextlib.suppress(ConnectionError):
+            for line in self._connection.makefile("rb"):
                 self._commands.put(wire.message(line))
         os._exit(0)
 
@@ -115,7 +116,7 @@ def telling_faults(connection: socket.socket, work: Callable[[], None]) -> int:
     """Does the work; what goes wrong is told in one line before the process ends. The exit status."""
     try:
         work()
-    except BrokenPipeError:
+    except ConnectionError:
         return 0  # the API went away
     except BaseException as error:
         if not isinstance(error, DraftGraphError):
