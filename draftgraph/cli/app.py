@@ -24,6 +24,7 @@ from draftgraph.cli.errors import INTERRUPTED, WRONG_USE, complain, usage_line
 from draftgraph.cli.evaluate import EVAL_CONTEXT, evaluate
 from draftgraph.cli.generate import generate
 from draftgraph.cli.inspect import INSPECT_DEFAULTS, inspect
+from draftgraph.cli.serve import SERVE_OPTIONS, serve
 from draftgraph.cli.tune import TUNE_OPTIONS, tune
 
 EPILOG = "Every option can also be set in the environment, --max-nodes as DRAFTGRAPH_MAX_NODES, or in a --config file."
@@ -32,6 +33,7 @@ app = typer.Typer(name="draftgraph", epilog=EPILOG, pretty_exceptions_enable=Fal
 for function in (generate, chat, compare):
     register(app, function)
 register(app, inspect, **INSPECT_DEFAULTS)
+register(app, serve, only=SERVE_OPTIONS)
 register(app, distill, only=DISTILL_OPTIONS)
 register(app, tune, only=TUNE_OPTIONS)
 register(app, doctor, only=DOCTOR_OPTIONS)

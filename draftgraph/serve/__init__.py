@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server: the API in this process, the models in another."""

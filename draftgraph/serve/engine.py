@@ -1,0 +1,238 @@
+"""The API's side of the wire: keeps an engine process running and hands out what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from draftgraph.errors import DraftGraphError
+from draftgraph.serve import wire
+from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.wire import Job, Progress, Ready
+
+logger = logging.getLogger("draftgraph.serve")
+SLACK = 5.0  # seconds past its deadline after which a job is given up without the engine's word
+EXIT_SECONDS = 5.0  # for an engine that was told to stop
+SOUND_SECONDS = 60.0  # an engine that ran this long is started again without waiting longer than the first time
+
+
+class Failure(DraftGraphError):
+    """A job that came to nothing; `kind` is one of those of `Progress.error`, or "deadline" or "stopping"."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Submission:
+    """Jobs of one request: an iterator over their progress until all are done. Leaving it cancels the rest."""
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
+        self._engine = engine
+        self._open = {job["id"] for job in jobs}
+        self._queue: asyncio.Queue[Progress] = asyncio.Queue()
+
+    def tell(self, progress: Progress) -> None:
+        self._queue.put_nowait(progress)
+
+    async def __aenter__(self) -> Submission:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for id in list(self._open):
+            self.cancel(id)
+
+    def __aiter__(self) -> Submission:
+        return self
+
+    async def __anext__(self) -> Progress:
+        while self._open:
+            progress = await self._queue.get()
+            if progress.id not in self._open:
+                continue
+            if progress.finish_reason is not None:
+                self._open.discard(progress.id)
+            return progress
+        raise StopAsyncIteration
+
+    def cancel(self, id: str) -> None:
+        self._open.discard(id)
+        self._engine.cancel(id)
+
+
+class Engine:
+    """An engine process, started again whenever it dies. Lives in one event loop."""
+
+    def __init__(self, command: Sequence[str], settings: ServerSettings) -> None:
+        self.ready: Ready | None = None
+        self.figures: dict[str, Any] = {}
+        self.closing = False
+        self.failed_to_start: str | None = None  # it never came up: starting it again would not help
+        self.on_failed_start: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.on_finished: Callable[[Progress], None] = lambda progress: None
+        self.process_id: int | None = None
+        self._command, self._settings = list(command), settings
+        self._submissions: dict[str, Submission] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._was_ready = False
+
+    async def start(self) -> None:
+        self._watch = asyncio.create_task(self._keep_running(), name="engine")
+
+    async def stop(self) -> None:
+        """Ends the process, and whatever still waits with an error."""
+        self.drop_all("stopping", "the server is stopping")
+        self.closing = True
+        if self._watch is not None:
+            self._send({"stop": True})
+            done, _ = await asyncio.wait({self._watch}, timeout=EXIT_SECONDS)
+            if not done:
+                self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    def drain(self, seconds: float) -> None:
+        """No new jobs; those under way have some time left."""
+        self.closing = True
+        asyncio.get_running_loop().call_later(seconds, self.drop_all, "stopping", "the server is stopping")
+
+    @property
+    def under_way(self) -> int:
+        return len(self._submissions)
+
+    def submit(self, jobs: Sequence[Job]) -> Submission:
+        if self.closing:
+            raise Failure("stopping", "the server is stopping")
+        if self.ready is None or self._writer is None:
+            raise Failure("engine", "the model is not ready: try again later")
+        room = self._settings.max_texts + self._settings.max_waiting
+        if len(jobs) > room:
+            raise Failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
+        if self.under_way + len(jobs) > room:
+            raise Failure("overloaded", "too many requests are waiting already: try again later")
+        submission = Submission(self, jobs)
+        loop = asyncio.get_running_loop()
+        for job in jobs:
+            self._submissions[job["id"]] = submission
+            if job.get("deadline") is not None:
+                late = loop.call_later(job["deadline"] + SLACK, self._give_up, job["id"])
+                self._deadlines[job["id"]] = late
+            self._send({"submit": job})
+        return submission
+
+    def cancel(self, id: str) -> None:
+        if self._forget(id) is not None:
+            self._send({"cancel": id})
+
+    def drop_all(self, kind: str, message: str) -> None:
+        for id in list(self._submissions):
+            self._send({"cancel": id})
+            self._tell(Progress.failed(id, kind, message))
+
+    async def _keep_running(self) -> None:
+        failures = 0
+        while True:
+            started = time.monotonic()
+            fault = await self._run_once()
+            self.ready = self._writer = self.process_id = None
+            self.drop_all("engine", f"the engine failed ({fault}): try again later")
+            if self.closing:
+                return
+            logger.error("the engine failed: %s", fault)
+            self.on_failure()
+            if not self._was_ready:
+                self.failed_to_start = fault
+                self.on_failed_start()
+                return
+            failures = 1 if time.monotonic() - started > SOUND_SECONDS else failures + 1
+            await asyncio.sleep(self._wait_after(failures))
+
+    def _wait_after(self, failures: int) -> float:
+        return min(self._settings.restart_wait * 2.0 ** min(failures - 1, 30), self._settings.restart_wait_most)
+
+    async def _run_once(self) -> str:
+        """Starts a process and reads what it says until it ends; in one line, why it did."""
+        ours, theirs = socket.socketpair()
+        process = None
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the API, which lets requests come to their end
+                )
+            self.process_id = process.pid
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=wire.LONGEST_LINE)
+            fault = await self._read(reader)
+            return fault or described_exit(await exit_status(process))
+        except (OSError, ValueError) as error:  # it could not be started, or sent what is no message
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            if process is not None and process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    async def _read(self, reader: asyncio.StreamReader) -> str | None:
+        fault = None
+        with contextlib.suppress(ConnectionError):  # as good as the end of what it says
+            async for line in reader:
+                message = wire.message(line)
+                if "progress" in message:
+                    for values in message["progress"]:
+                        self._tell(wire.read(Progress, values))
+                elif "figures" in message:
+                    self.figures = message["figures"]
+                elif "ready" in message:
+                    self.ready, self._was_ready = wire.read(Ready, message["ready"]), True
+                    logger.info("the model is ready: %s", self.ready)
+                elif "fault" in message:
+                    fault = str(message["fault"])
+        return fault
+
+    def _tell(self, progress: Progress) -> None:
+        submission = self._submissions.get(progress.id)
+        if progress.finish_reason is not None:
+            self.on_finished(progress)
+            self._forget(progress.id)
+        if submission is not None:
+            submission.tell(progress)
+
+    def _give_up(self, id: str) -> None:
+        self._send({"cancel": id})
+        self._tell(Progress(id, finish_reason="deadline"))
+
+    def _forget(self, id: str) -> Submission | None:
+        if (late := self._deadlines.pop(id, None)) is not None:
+            late.cancel()
+        return self._submissions.pop(id, None)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(wire.line(message))
+
+
+async def exit_status(process: asyncio.subprocess.Process) -> int:
+    """Of a process that has closed its end of the wire; it must not take long over the rest."""
+    try:
+        return await asyncio.wait_for(process.wait(), EXIT_SECONDS)
+    except TimeoutError:
+        process.kill()
+        return await process.wait()
+
+
+def described_exit(status: int) -> str:
+    return f"its process was ended by signal {-status}" if status < 0 else f"its process ended with status {status}"

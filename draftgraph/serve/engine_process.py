@@ -1,0 +1,159 @@
+"""The engine's side of the wire: reads commands while it computes, and tells what came of every step.
+
+Started by `draftgraph.serve.engine` as `python -m draftgraph.serve.engine_process OPTIONS SOCKET`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.serve import wire
+
+FAULT = 70  # EX_SOFTWARE of sysexits.h
+EVERY = 1.0  # seconds between figures that nobody asked for
+
+
+class Told(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class Scheduler(Protocol):
+    """What `draftgraph.batching.Scheduler` is to this loop."""
+
+    @property
+    def busy(self) -> bool: ...
+    def submit(self, job: Any) -> None: ...
+    def cancel(self, id: str) -> None: ...
+    def step(self) -> list[Any]: ...
+    def figures(self) -> dict[str, Any]: ...
+
+
+class Loop:
+    """Runs a scheduler for the API at the other end of a connection, until that goes away."""
+
+    def __init__(self, connection: socket.socket, scheduler: Scheduler, job_of: Callable[[wire.Job], Any]) -> None:
+        self._connection, self._scheduler, self._job_of = connection, scheduler, job_of
+        self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._stopped = False
+        self._figures: dict[str, Any] = {}
+        self._figures_told = 0.0
+
+    def run(self, ready: dict[str, Any]) -> None:
+        self.tell({"ready": ready})
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        while not self._stopped:
+            self._obey_commands()
+            if told := self._scheduler.step() if self._scheduler.busy else []:
+                self.tell({"progress": [progress.to_dict() for progress in told]})
+            self._tell_figures()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._connection.sendall(wire.line(message))
+
+    def _listen(self) -> None:
+        """In a thread of its own; without an API there is nobody to compute for, not even to the end of this step."""
+        with contextlib.suppress(ConnectionError):
+            for line in self._connection.makefile("rb"):
+                self._commands.put(wire.message(line))
+        os._exit(0)
+
+    def _obey_commands(self) -> None:
+        """All that have come; waits for one if there is nothing else to do."""
+        try:
+            if not self._scheduler.busy:
+                self._obey(self._commands.get(timeout=EVERY))
+            while True:
+                self._obey(self._commands.get_nowait())
+        except queue.Empty:
+            return
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        if "submit" in command:
+            self._submit(command["submit"])
+        elif "cancel" in command:
+            self._scheduler.cancel(command["cancel"])
+        elif "stop" in command:
+            self._stopped = True
+
+    def _submit(self, fields: wire.Job) -> None:
+        try:
+            self._scheduler.submit(self._job_of(fields))
+        except DraftGraphError as error:
+            self._refuse(fields, "usage" if isinstance(error, UsageError) else "overloaded", str(error))
+        except Exception as error:
+            traceback.print_exc()
+            self._refuse(fields, "engine", one_line(error))
+
+    def _refuse(self, fields: wire.Job, kind: str, why: str) -> None:
+        refusal = {"id": fields["id"], "finish_reason": "error", "error": {"kind": kind, "message": why}}
+        self.tell({"progress": [refusal]})
+
+    def _tell_figures(self) -> None:
+        figures, now = self._scheduler.figures(), time.monotonic()
+        idle = not self._scheduler.busy
+        if now - self._figures_told >= EVERY or (idle and figures != self._figures):
+            self._figures, self._figures_told = figures, now
+            self.tell({"figures": figures})
+
+
+def one_line(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return said if isinstance(error, DraftGraphError) else f"{type(error).__name__}: {said}"[:500]
+
+
+def telling_faults(connection: socket.socket, work: Callable[[], None]) -> int:
+    """Does the work; what goes wrong is told in one line before the process ends. The exit status."""
+    try:
+        work()
+    except ConnectionError:
+        return 0  # the API went away
+    except BaseException as error:
+        if not isinstance(error, DraftGraphError):
+            traceback.print_exc()
+        connection.sendall(wire.line({"fault": one_line(error)}))
+        return FAULT
+    return 0
+
+
+def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
+    """Loads a pair and answers jobs with it."""
+    import draftgraph
+    from draftgraph.batching import Job, Limits, Scheduler
+    from draftgraph.generation import context_window
+
+    pair = draftgraph.load(**options["load"])
+    config = draftgraph.GraphConfig(**options["graph"])
+    scheduler = Scheduler(pair, Limits(**options["limits"]), config)
+    ready = {
+        "model": options["name"],
+        "context_window": context_window(pair.target),
+        "vocabulary": scheduler.vocabulary,
+        "draft": pair.draft is not None,
+        "device": str(pair.target.device),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "mode": config.mode,
+    }
+    Loop(connection, scheduler, Job.from_dict).run(ready)
+
+
+def main() -> None:
+    options, descriptor = sys.argv[1:]
+    connection = socket.socket(fileno=int(descriptor))
+    status = telling_faults(connection, lambda: serve_pair(connection, json.loads(options)))
+    sys.stderr.flush()
+    os._exit(status)  # threads of libraries may hold the interpreter back
+
+
+if __name__ == "__main__":
+    main()

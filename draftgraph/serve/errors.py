@@ -1,0 +1,122 @@
+"""Failures as OpenAI's clients expect them: a status, and a body with a message, a type, a parameter and a code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from draftgraph.serve.engine import Failure
+
+RETRY_SECONDS = "1"
+SERVER_FAULT = "the server failed to answer: its log says more"
+
+
+class ErrorDetails(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetails
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers or {}
+        self.body: ErrorBody = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+class JSONAnswer(Response):
+    """JSON that can always be written, lone surrogates and all."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+class ClientGone(Exception):
+    """Nobody is there to read the answer."""
+
+
+def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The client asked for something that cannot be."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_failure(kind: str, message: str) -> ApiError:
+    """What a failed job looks like to a client."""
+    again = {"Retry-After": RETRY_SECONDS}
+    if kind == "usage":
+        return refusal(message)
+    if kind == "overloaded":
+        return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=again)
+    if kind == "deadline":  # asked again, it would take as long
+        return ApiError(504, message, type="timeout_error", code="deadline", headers={"x-should-retry": "false"})
+    codes = {"memory": "out_of_memory", "stopping": "server_stopping"}
+    return ApiError(503, message, type="server_error", code=codes.get(kind, "engine_unavailable"), headers=again)
+
+
+def answer(error: ApiError) -> Response:
+    return JSONAnswer(error.body, error.status, error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Gives every failure of the app the same form."""
+
+    @app.exception_handler(ApiError)
+    async def known(request: Request, error: ApiError) -> Response:
+        return answer(error)
+
+    @app.exception_handler(Failure)
+    async def failed_job(request: Request, error: Failure) -> Response:
+        return answer(from_failure(error.kind, str(error)))
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nginx's number for it; only the log sees it
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        return answer(from_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def wrong_route(request: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
+        said = {404: f"there is no {request.method} {request.url.path}", 405: f"{request.method} is not allowed here"}
+        return answer(ApiError(error.status_code, said.get(error.status_code, str(error.detail)), headers=headers))
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        return answer(ApiError(500, SERVER_FAULT, type="server_error"))
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by its name."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][1:] if not str(part).startswith("function-")]
+    if first["type"] == "json_invalid":
+        return refusal(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if not place:
+        return refusal(f"the body must be a JSON object, sent as application/json: {first['msg']}")
+    return refusal(f"{'.'.join(place)}: {first['msg'].removeprefix('Value error, ')}", param=place[0])

@@ -1,0 +1,140 @@
+"""What a request passes before it is read: a name for the log, the key, and a limit on its body."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftgraph.serve.errors import ApiError, ClientGone, answer
+from draftgraph.serve.keys import Keys
+from draftgraph.serve.metrics import Metrics
+from draftgraph.serve.settings import ServerSettings, is_loopback
+
+logger = logging.getLogger("draftgraph.serve")
+OPEN = ("/", "/health", "/ready", "/docs", "/openapi.json")
+OPEN_UNDER = "/playground/"
+
+
+class Counted:
+    """Counts and logs every request by its route: what a client wrote into a path or a body stays out of both."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        started, status, id = time.monotonic(), 499, uuid.uuid4().hex
+
+        async def named_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named_send)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            seconds = time.monotonic() - started
+            self._metrics.count_request(route, status, seconds)
+            logger.info("%s %s %s %.3f s, request %s", scope["method"], route, status, seconds, id)
+
+
+class KeyRequired:
+    """Lets nobody past without a key, if there are keys, but for pages that tell nothing."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        tenant = self._keys.tenant(header(scope, b"authorization"))
+        if tenant is None and not is_open(scope):
+            message = "a valid API key is needed: send it as Authorization: Bearer KEY"
+            refused = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            return await answer(refused)(scope, receive, send)
+        scope.setdefault("state", {})["tenant"] = tenant or ""
+        await self._app(scope, receive, send)
+
+
+class OwnName:
+    """Answers on this machine only if asked by its name: a page elsewhere may have its own name lead here.
+
+    See DNS rebinding. Keys protect as well, and a server for others must answer to names it does not know.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._names = {"localhost", settings.host, *settings.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_own(header(scope, b"host") or b""):
+            refused = ApiError(403, "not under this name: start with --allow-host to allow it", code="unknown_host")
+            return await answer(refused)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    def _is_own(self, host: bytes) -> bool:
+        name = re.sub(r":\d*$", "", host.decode("latin-1")).strip("[]")
+        return name in self._names or is_loopback(name)
+
+
+class BodyLimit:
+    """Reads a body before anybody else does: it must be small enough, and come in time."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            async with asyncio.timeout(self._settings.body_seconds):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            slow = ApiError(408, "the request did not come in time", code="slow_request")
+            return await answer(slow)(scope, receive, send)
+        except ApiError as error:
+            return await answer(error)(scope, receive, send)
+        except ClientGone:
+            return
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def received() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, received, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        most, parts, length, more = self._settings.max_body, [], 0, True
+        announced = header(scope, b"content-length") or b"0"
+        too_large = ApiError(413, f"the body may have {most} bytes at most", code="body_too_large")
+        if announced.isdigit() and int(announced[:20]) > most:
+            raise too_large
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            length += len(parts[-1])
+            if length > most:
+                raise too_large
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for known, value in scope["headers"] if known == name), None)
+
+
+def is_open(scope: Scope) -> bool:
+    """CORS asks with OPTIONS, and without a key."""
+    path: str = scope["path"]
+    return path in OPEN or path.startswith(OPEN_UNDER) or scope["method"] == "OPTIONS"

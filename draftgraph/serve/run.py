@@ -1,0 +1,85 @@
+"""Starts the server and sees it through to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from draftgraph.errors import DraftGraphError
+from draftgraph.serve.app import create_app
+from draftgraph.serve.engine import Engine
+from draftgraph.serve.settings import ServerSettings
+
+LAST_WORDS = 2  # seconds for the errors that end what is still under way after the grace time
+
+
+class GracefulServer(uvicorn.Server):
+    """Told to stop, it takes no new requests and gives those under way their time."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float) -> None:
+        super().__init__(config)
+        self._engine, self._grace = engine, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.drain(self._grace)
+        await super().shutdown(sockets)
+
+
+def run(settings: ServerSettings, tokenizer: Any, engine_options: dict[str, Any]) -> None:
+    """Serves until it is told to stop; raises if it cannot listen or the model cannot be loaded."""
+    command = [sys.executable, "-m", "draftgraph.serve.engine_process", json.dumps(engine_options)]
+    engine = Engine(command, settings)
+    server = server_of(create_app(settings, engine, tokenizer), settings, engine)
+    engine.on_failed_start = lambda: setattr(server, "should_exit", True)
+    with listening(settings) as listener, logging_to_stderr():
+        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+        logging.getLogger("draftgraph.serve").info(
+            "http://%s:%s loads %s", shown, listener.getsockname()[1], settings.model_name
+        )
+        server.run(sockets=[listener])
+    if engine.failed_to_start is not None:
+        raise DraftGraphError(engine.failed_to_start)
+
+
+def server_of(app: FastAPI, settings: ServerSettings, engine: Engine) -> GracefulServer:
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,  # requests are logged by their routes
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.grace) + LAST_WORDS,
+    )
+    return GracefulServer(config, engine, settings.grace)
+
+
+def listening(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise DraftGraphError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; choose another --port"
+        ) from error
+
+
+@contextlib.contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Requests and the engine's fate, one line each; of libraries, warnings only."""
+    before = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("draftgraph.serve").setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,107 @@
+"""What both kinds of requests may say. Fields that are not known are left out: clients send many."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from draftgraph.config import RANGES, Mode
+
+DEEPEST = 64  # objects and lists inside one another
+MOST_ALTERNATIVES = 20
+MOST_BIASES = 1024
+WHOLE = 2**31 - 1  # more than any model's tokens
+SEEDS = 2**63
+
+Count = Annotated[int, Field(ge=0, le=WHOLE)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Given(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Given):
+    include_usage: bool = False
+
+
+class Extension(Given):
+    """How draftgraph is to draft for this request; what is left out is as the server was started with."""
+
+    mode: Mode | None = None
+    k: Annotated[int, Field(ge=RANGES["k"][0], le=WHOLE)] | None = None
+    tau: Annotated[int, Field(ge=RANGES["tau"][0], le=WHOLE)] | None = None
+    theta_prob: Share | None = None
+    theta_sib: Share | None = None
+    max_nodes: Annotated[int, Field(ge=RANGES["max_nodes"][0], le=WHOLE)] | None = None
+    max_depth: Count | None = None
+    chain_length: Annotated[int, Field(ge=RANGES["chain_length"][0], le=WHOLE)] | None = None
+    trace: bool = Field(False, description="Send every token's source and every step's graph")
+
+    def config(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"trace"}, exclude_none=True)
+
+
+class GenerationRequest(Given):
+    """The fields that chats and completions share."""
+
+    model: str | None = Field(None, description="May be left out: there is one")
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=WHOLE)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[Count, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASES)
+    seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=64)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Ignored")
+    draftgraph: Extension | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def not_too_deep(cls, values: Any) -> Any:
+        if depth(values) > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} objects and lists inside one another")
+        return values
+
+    @model_validator(mode="after")
+    def usage_is_of_streams(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for requests with stream: true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def traced(self) -> bool:
+        return self.draftgraph is not None and self.draftgraph.trace
+
+
+def depth(value: Any) -> int:
+    """Of a JSON value, without recursion; stops counting when it is too deep."""
+    deepest, level = 0, [value]
+    while level and deepest <= DEEPEST:
+        containers = [one for one in level if isinstance(one, dict | list)]
+        deepest += bool(containers)
+        level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
+    return deepest

@@ -1,0 +1,291 @@
+"""For tests of the server: a scheduler that needs no model, the process that runs it, and a live server around it."""
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.serve.engine_process import Loop, telling_faults
+
+TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for turn in messages %}{% if turn.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|{{ turn.role }}|>{{ turn.content }}<|end|>{% endfor %}"
+    "{% if shout %}<|system|>shout<|end|>{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROLES = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+END, USER = 0, 1
+# In a prompt, each does something to the engine.
+SLOW, DIE, FAULT, MEMORY, STUCK = FAULTS = ["<|slow|>", "<|die|>", "<|fault|>", "<|memory|>", "<|stuck|>"]
+SLOW_ID, DIE_ID, FAULT_ID, MEMORY_ID, STUCK_ID = range(4, 9)
+WINDOW, WAITING = 512, 12
+SOURCES = ("draft", "merged", "copied", "recycled", "past")
+KNOWN = "the cat sat on the mat and the cat sat on"
+
+
+@cache
+def tokenizer() -> Any:
+    """Byte-level, with a chat template; it knows a few words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=[*ROLES, *FAULTS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([KNOWN] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", chat_template=TEMPLATE)
+
+
+@dataclass(frozen=True)
+class FakeJob:
+    """The fields of a job that the fake looks at, and the rest of them."""
+
+    fields: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.fields.get(name)
+
+
+@dataclass
+class Told:
+    fields: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self.fields.items() if value is not None}
+
+
+class Full(DraftGraphError):
+    pass
+
+
+@dataclass
+class Task:
+    job: FakeJob
+    answer: list[int]
+    steps: int = 0
+    said: int = 0
+    submitted: float = field(default_factory=time.monotonic)
+
+
+class FakeScheduler:
+    """Repeats the last thing that a user said, or the prompt; sampled, says what seed, sample and place decide.
+
+    One to four tokens a step; with `ignore_eos` it starts over where it would end.
+    """
+
+    vocabulary = 320
+
+    def __init__(self, texts: int = 64, waiting: int = WAITING) -> None:
+        self.texts, self.waiting = texts, waiting
+        self.tasks: dict[str, Task] = {}
+        self.steps = self.cancelled = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.tasks)
+
+    def submit(self, job: FakeJob) -> None:
+        if job.grammar and "refuse" in str(job.grammar):
+            raise UsageError("this grammar is refused")
+        if len(self.tasks) >= self.texts + self.waiting:
+            raise Full("too many are waiting")
+        self.tasks[job.id] = Task(job, answer_of(job, self.vocabulary))
+
+    def cancel(self, id: str) -> None:
+        self.cancelled += self.tasks.pop(id, None) is not None
+
+    def step(self) -> list[Told]:
+        self.steps += 1
+        prompts = {token for task in self.tasks.values() for token in task.job.tokens}
+        if STUCK_ID in prompts:
+            time.sleep(60)
+        if SLOW_ID in prompts:
+            time.sleep(0.05)
+        if DIE_ID in prompts:
+            os._exit(3)
+        if FAULT_ID in prompts:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return [Told(self.progress(task)) for task in list(self.tasks.values())]
+
+    def progress(self, task: Task) -> dict[str, Any]:
+        job, start = task.job, task.said
+        if MEMORY_ID in job.tokens:
+            del self.tasks[job.id]
+            return failed(job.id, "memory", "there is no memory left")
+        if job.deadline is not None and time.monotonic() - task.submitted > job.deadline:
+            del self.tasks[job.id]
+            return {"id": job.id, "finish_reason": "deadline"}
+        task.steps += 1
+        tokens = task.answer[start : min(start + 1 + task.steps % 4, job.max_tokens)]
+        ends = {END, *(job.stop_token_ids or [])} if not job.ignore_eos else set(job.stop_token_ids or [])
+        if over := next((place for place, token in enumerate(tokens) if token in ends), None):
+            tokens = tokens[: over + 1]
+        elif over == 0:
+            tokens = tokens[:1]
+        task.said += len(tokens)
+        reason = "stop" if over is not None else "length" if task.said >= job.max_tokens else None
+        accepted = [SOURCES[(task.steps + place) % len(SOURCES)] for place in range(len(tokens) - 1)]
+        told = {
+            "id": job.id,
+            "tokens": tokens,
+            "sources": [*accepted, "target"] if tokens else [],
+            "logprobs": None if job.logprobs is None else [scored(token, job.logprobs) for token in tokens],
+            "finish_reason": reason,
+        }
+        if job.prompt_logprobs is not None and start == 0:
+            told["prompt_logprobs"] = [None, *(scored(token, job.prompt_logprobs) for token in job.tokens[1:])]
+        if job.trace:
+            told["step"] = traced(start, tokens, accepted)
+        if reason is not None:
+            told["stats"] = stats_of(task)
+            del self.tasks[job.id]
+        return told
+
+    def figures(self) -> dict[str, Any]:
+        slots = sum(len(task.job.tokens) + task.said for task in self.tasks.values())
+        running = min(len(self.tasks), self.texts)
+        return {
+            "running": running,
+            "waiting": len(self.tasks) - running,
+            "batch_size": running,
+            "slots_used": slots,
+            "slots_total": 4096,
+            "steps": self.steps,
+            "cancelled": self.cancelled,
+        }
+
+
+def answer_of(job: FakeJob, vocabulary: int) -> list[int]:
+    if job.temperature:
+        noise = f"{job.seed} {job.sample} {job.tokens}"
+        numbers = [hashlib.sha256(f"{noise} {place}".encode()).digest()[0] for place in range(job.max_tokens)]
+        return [40 + number for number in numbers]
+    said = list(job.tokens)
+    if USER in said:
+        said = said[len(said) - said[::-1].index(USER) :]
+        said = said[: said.index(END)] if END in said else said
+    said = [token for token in said if token not in range(4, 9)] or [40]
+    for token, bias in (job.logit_bias or {}).items():
+        if bias == 100:
+            said = [int(token)] * len(said)
+    once = [*said, END]
+    return once * (1 + job.max_tokens // len(once))
+
+
+def scored(token: int, alternatives: int) -> dict[str, Any]:
+    top = [[(token + other) % FakeScheduler.vocabulary, -0.5 - other] for other in range(alternatives)]
+    return {"logprob": -0.5, "top": top}
+
+
+def traced(position: int, tokens: list[int], accepted: list[str]) -> dict[str, Any]:
+    root = {"token": 40, "parent": -1, "depth": 0, "source": "root", "score": 1.0, "accepted": True}
+    nodes = [
+        {"token": token, "parent": place, "depth": place + 1, "source": source, "score": 0.5, "accepted": True}
+        for place, (token, source) in enumerate(zip(tokens, accepted, strict=False))
+    ]
+    return {"position": position, "nodes": [root, *nodes], "merges": [], "tokens": tokens, "seconds": 0.001}
+
+
+def stats_of(task: Task) -> dict[str, Any]:
+    return {
+        "steps": task.steps,
+        "checked_by_source": {"draft": 3 * task.steps, "merged": task.steps},
+        "accepted_by_depth": {1: task.steps, 2: 1},
+        "queue_seconds": 0.001,
+        "first_token_seconds": 0.002,
+        "reused_tokens": min(2, len(task.job.tokens)),
+    }
+
+
+def failed(id: str, kind: str, message: str) -> dict[str, Any]:
+    return {"id": id, "finish_reason": "error", "error": {"kind": kind, "message": message}}
+
+
+def fake_engine(texts: int, waiting: int, descriptor: int) -> None:
+    """What `engine_process.main` does, with the fake."""
+    connection = socket.socket(fileno=descriptor)
+    ready = {"model": "fake", "context_window": WINDOW, "vocabulary": FakeScheduler.vocabulary, "draft": True}
+
+    def serve() -> None:
+        Loop(connection, FakeScheduler(texts, waiting), FakeJob).run(ready)
+
+    os._exit(telling_faults(connection, serve))
+
+
+def fake_command(texts: int = 64, waiting: int = WAITING) -> list[str]:
+    code = f"import serve_tools, sys; serve_tools.fake_engine({texts}, {waiting}, int(sys.argv[1]))"
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
+
+
+class LiveServer:
+    """A server on a free port of this machine, in a thread."""
+
+    def __init__(self, command: list[str] | None = None, **settings: Any) -> None:
+        from draftgraph.serve.app import create_app
+        from draftgraph.serve.engine import Engine
+        from draftgraph.serve.run import server_of
+        from draftgraph.serve.settings import ServerSettings
+
+        fast = {"model_name": "fake", "restart_wait": 0.05, "port": 0, "grace": 5.0}
+        self.settings = ServerSettings(**fast | settings)
+        self.engine = Engine(command or fake_command(), self.settings)
+        self.app = create_app(self.settings, self.engine, tokenizer())
+        self.server = server_of(self.app, self.settings, self.engine)
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> "LiveServer":
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.wait_until_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def wait_until_ready(self) -> None:
+        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200)
+
+    def figures(self) -> dict[str, float]:
+        """What /metrics says, by name and labels."""
+        key = self.settings.api_keys[:1]
+        headers = {"Authorization": f"Bearer {key[0]}"} if key else {}
+        lines = httpx.get(f"{self.url}/metrics", headers=headers).text.splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def client(self, **options: Any) -> Any:
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30.0} | options)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    over = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < over, "waited too long"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def live_server(**options: Any) -> Iterator[LiveServer]:
+    with LiveServer(**options) as server:
+        yield server
