@@ -48,12 +48,7 @@ export class Chat {
 
   add(answer, tokens) {
     const { shown } = this.turns.find(turn => turn.answer === answer), follows = this.atEnd;
-    shown.append(...tokens.filter(token => token.text).map(token => element("span", {
-      className: `token is-${token.source}`,
-      title: `step ${token.step + 1}: ${token.source}, ${SOURCES[token.source].meaning}`,
-      textContent: token.text,
-      data: { step: token.step, source: token.source },
-    })));
+    shown.append(...tokens.filter(token => token.text).map(tokenElement));
     if (follows) this.view.scrollTop = this.view.scrollHeight;
   }
 
@@ -92,4 +87,12 @@ export class Chat {
     const turn = this.turns.find(turn => turn.answer === answer);
     for (const token of turn?.shown.querySelectorAll(`[data-step="${step}"]`) ?? []) token.classList.add("now");
   }
+}
+
+/** A token whose ink is coloured, but not the space around it: that may hang at the end of a line. */
+function tokenElement({ text, source, step }) {
+  const [, before, ink, after] = text.match(/^(\s*)(.*?)(\s*)$/s);
+  return element("span", {
+    className: "token", title: `step ${step + 1}: ${source}, ${SOURCES[source].meaning}`, data: { step, source },
+  }, before, ...(ink ? [element("span", { className: `ink is-${source}`, textContent: ink })] : []), after);
 }

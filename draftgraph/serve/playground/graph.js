@@ -6,7 +6,7 @@ import { GUTTER, HEIGHT, layered } from "./layout.js";
 import { label, probability, visible } from "./text.js";
 
 const PADDING = 9, GAP = 7, MARGIN = 3;
-const SHRINK = 0.72; // as far as it can still be read
+const SHRINK = 0.8; // as far as it can still be read
 const SQUARE = 3; // corners of copied nodes; others are round
 const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 const pen = document.createElement("canvas").getContext("2d");

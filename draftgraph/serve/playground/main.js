@@ -25,13 +25,17 @@ function look(answer, step) {
 }
 
 function showBusy() {
-  const busy = running !== null, shown = speed.answer, focused = document.activeElement;
+  const busy = running !== null, focused = document.activeElement;
   send.hidden = busy;
   stop.hidden = !busy;
   if (busy && focused === send) stop.focus();
   if (!busy && focused === stop) prompt.focus();
-  compare.disabled = busy || !shown?.tokens.length || shown.mode === "off" || shown.finish === "error";
+  compare.disabled = busy || !canCompare(speed.answer);
   document.body.classList.toggle("busy", busy);
+}
+
+function canCompare(answer) {
+  return answer?.tokens.length > 0 && answer.mode !== "off" && answer.finish !== "error";
 }
 
 function showError(message) {
@@ -86,7 +90,7 @@ async function ask(text) {
   }
   showBusy();
   announce(answer.finish === "error" ? "" : answer.text);
-  if (byId("always-compare").checked && !compare.disabled) await comparePlain();
+  if (byId("always-compare").checked && canCompare(answer)) await comparePlain(answer);
 }
 
 function lookBack() {
@@ -96,8 +100,7 @@ function lookBack() {
   speed.look(null);
 }
 
-async function comparePlain() {
-  const { answer } = speed;
+async function comparePlain(answer) {
   showError("");
   answer.plain = new Answer(answer.plainRequest());
   await receive(answer.plain, () => speed.draw());
@@ -135,7 +138,7 @@ document.addEventListener("keydown", event => {
   if (event.key === "Escape") running?.abort();
 });
 stop.addEventListener("click", () => running?.abort());
-compare.addEventListener("click", comparePlain);
+compare.addEventListener("click", () => comparePlain(speed.answer));
 byId("new-chat").addEventListener("click", () => {
   running?.abort();
   chat.clear();

@@ -37,8 +37,8 @@ function figures(answer) {
   return [
     ["speed", known ? rate(answer.tokensPerSecond) : "–", "tokens/s"],
     ["per pass", known ? answer.tokensPerPass.toFixed(2) : "–", "tokens"],
-    ["first after", known ? duration(answer.secondsToFirst) : "–", ""],
-    ["in all", known ? duration(answer.seconds) : "–", ""],
+    ["first token", known ? duration(answer.secondsToFirst) : "–", ""],
+    ["total", known ? duration(answer.seconds) : "–", ""],
   ];
 }
 

@@ -1,20 +1,19 @@
 // The steps of an answer: a bar for each, a slider through them, and the graph of the one that is looked at.
 
 import { SOURCES } from "./answer.js";
-import { byId, element, shape, throttled } from "./dom.js";
+import { byId, element, throttled } from "./dom.js";
+import { EXAMPLE } from "./example.js";
 import { drawStep } from "./graph.js";
 import { counted, duration, visible } from "./text.js";
-
-const LEAST_BARS = 24; // so that the first bars are not as wide as the page
+import { Timeline } from "./timeline.js";
 
 export class Steps {
   /** `looked(answer, step)` is called whenever another step is looked at. */
   constructor(looked) {
     this.looked = looked;
     this.slider = byId("slider");
-    this.timeline = byId("timeline");
+    this.timeline = new Timeline(byId("timeline"), step => this.go(step));
     this.picture = byId("picture");
-    this.hint = byId("explanation").textContent;
     this.draw = throttled(() => this.show());
     this.slider.addEventListener("input", () => this.go(Number(this.slider.value)));
     byId("previous").addEventListener("click", () => this.go(this.step - 1));
@@ -25,18 +24,13 @@ export class Steps {
 
   clear() {
     this.answer = null;
-    this.step = this.bars = 0;
-    this.timeline.replaceChildren();
+    this.step = 0;
     this.show();
   }
 
   /** Looks at an answer, at its newest step unless told otherwise. */
   look(answer, step = Infinity) {
-    if (answer !== this.answer) {
-      this.answer = answer;
-      this.bars = 0;
-      this.timeline.replaceChildren();
-    }
+    this.answer = answer;
     this.go(step);
   }
 
@@ -68,16 +62,27 @@ export class Steps {
     this.slider.max = Math.max(0, steps.length - 1);
     this.slider.value = this.step;
     this.slider.disabled = steps.length < 2;
-    byId("previous").disabled = !step || this.step === 0;
-    byId("next").disabled = !step || this.step === steps.length - 1;
+    this.allow("previous", step && this.step > 0);
+    this.allow("next", step && this.step < steps.length - 1);
     byId("step-number").value = step ? `step ${this.step + 1} of ${steps.length}` : "";
-    const words = step ? explain(step) : this.hint;
+    const words = step ? explain(step) : this.answer ? "" : `An example. ${explain(EXAMPLE)}`;
     byId("explanation").textContent = words;
     this.slider.setAttribute("aria-valuetext", step ? `Step ${this.step + 1} of ${steps.length}. ${words}` : "no step yet");
     this.showLegend();
-    this.showBars(steps);
-    this.picture.replaceChildren(...(step?.nodes.length ? [drawStep(step, `Graph of step ${this.step + 1}. ${words}`)] : []));
+    this.timeline.show(steps, this.step);
+    this.showPicture(step ?? (this.answer ? null : EXAMPLE), words);
     this.looked(this.answer, this.step);
+  }
+
+  /** A button with the focus hands it to the slider before it is disabled. */
+  allow(id, possible) {
+    if (!possible && document.activeElement === byId(id)) this.slider.focus();
+    byId(id).disabled = !possible;
+  }
+
+  showPicture(step, words) {
+    this.picture.classList.toggle("example", !this.answer);
+    this.picture.replaceChildren(...(step?.nodes.length ? [drawStep(step, `Graph. ${words}`)] : []));
   }
 
   showLegend() {
@@ -85,24 +90,9 @@ export class Steps {
     const entries = Object.entries(SOURCES).filter(([source]) => source !== "past" || counts.past);
     byId("legend").replaceChildren(...entries.map(([source, { name, meaning }]) => element(
       "li", { title: meaning, data: { source } },
-      element("span", { className: `token is-${source}`, textContent: name }),
+      element("span", { className: `ink is-${source}`, textContent: name }),
       ...(this.answer ? [element("b", { textContent: counts[source] })] : []),
     )));
-  }
-
-  showBars(steps) {
-    for (; this.bars < steps.length; this.bars += 1) {
-      const place = this.bars;
-      const bar = shape("g", { "data-step": place }, ...steps[place].tokens.map((token, level) => shape("rect", {
-        class: `is-${token.source}`, x: place + 0.08, width: 0.84, y: -level - 1, height: 0.88,
-      })));
-      bar.addEventListener("click", () => this.go(place));
-      this.timeline.append(bar);
-    }
-    const highest = Math.max(6, ...steps.map(step => step.tokens.length));
-    this.timeline.setAttribute("viewBox", `0 ${-highest} ${Math.max(LEAST_BARS, steps.length)} ${highest}`);
-    for (const bar of this.timeline.querySelectorAll(".now")) bar.classList.remove("now");
-    this.timeline.children[this.step]?.classList.add("now");
   }
 }
 
@@ -110,7 +100,7 @@ export class Steps {
 function explain(step) {
   const drafted = step.nodes.length - 1, own = step.tokens.at(-1)?.source === "target";
   const accepted = step.tokens.length - (own ? 1 : 0), time = step.seconds ? `, in ${duration(step.seconds)}` : "";
-  const gained = `“${visible(step.tokens.map(token => token.text).join(""))}”`;
+  const gained = `“${visible(step.tokens.map(token => token.text).join("")).replaceAll("␣", " ").trim()}”`;
   if (drafted < 0) return `The model gave ${gained}; this step was not traced.`;
   if (drafted === 0) return `Nothing was drafted: the model gave ${gained} in a pass of its own${time}.`;
   const checked = `${counted(drafted, "drafted token")} checked in one pass`;
