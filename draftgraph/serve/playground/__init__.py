@@ -1,7 +1,7 @@
 """The playground: a page at `/` that chats with the server and shows the graph of every step.
 
 Its files are plain HTML, CSS and ES modules beside this one. Two more are made here from the package itself, so that
-the page cannot fall behind it: `theme.css`, the colours of all our pictures, and `modes.json`, the settings of each mode.
+the page cannot fall behind it: `theme.css`, the colours of all our pictures, and `modes.json`, each mode's settings.
 """
 
 from __future__ import annotations

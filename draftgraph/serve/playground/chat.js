@@ -84,8 +84,19 @@ export class Chat {
   /** Marks the tokens of a step of an answer. */
   mark(answer, step) {
     for (const token of this.view.querySelectorAll(".token.now")) token.classList.remove("now");
+    for (const token of this.tokensOf(answer, step)) token.classList.add("now");
+  }
+
+  /** Scrolls to the tokens of a step, in the conversation only: the page itself stays where it is. */
+  reveal(answer, step) {
+    const token = this.tokensOf(answer, step)[0]?.getBoundingClientRect(), view = this.view.getBoundingClientRect();
+    if (!token || (token.top >= view.top && token.bottom <= view.bottom)) return;
+    this.view.scrollTop += token.top - view.top - view.height / 3;
+  }
+
+  tokensOf(answer, step) {
     const turn = this.turns.find(turn => turn.answer === answer);
-    for (const token of turn?.shown.querySelectorAll(`[data-step="${step}"]`) ?? []) token.classList.add("now");
+    return turn?.shown.querySelectorAll(`[data-step="${step}"]`) ?? [];
   }
 }
 

@@ -14,7 +14,7 @@ const prompt = byId("prompt"), send = byId("send"), stop = byId("stop"), compare
 const settings = new Settings(byId("composer"), modes);
 const speed = new Speed();
 const chat = new Chat(look);
-const steps = new Steps((answer, step) => chat.mark(answer, step));
+const steps = new Steps((answer, step) => chat.mark(answer, step), (answer, step) => chat.reveal(answer, step));
 let running = null; // an AbortController while an answer comes
 let model = "";
 
@@ -83,6 +83,7 @@ async function ask(text) {
   if (!chat.has(answer)) return showBusy(); // a new chat was begun
   if (answer.tokens.length || answer.finish !== "error") {
     chat.end(answer);
+    steps.show();
     speed.show();
   } else {
     prompt.value = chat.takeBack();

@@ -8,9 +8,10 @@ import { counted, duration, visible } from "./text.js";
 import { Timeline } from "./timeline.js";
 
 export class Steps {
-  /** `looked(answer, step)` is called whenever another step is looked at. */
-  constructor(looked) {
+  /** `looked(answer, step)` is called whenever a step is shown, `reveal(answer, step)` when it was asked for. */
+  constructor(looked, reveal) {
     this.looked = looked;
+    this.reveal = reveal;
     this.slider = byId("slider");
     this.timeline = new Timeline(byId("timeline"), step => this.go(step));
     this.picture = byId("picture");
@@ -38,6 +39,7 @@ export class Steps {
     if (!this.answer) return;
     this.step = Math.max(0, Math.min(this.answer.steps.length - 1, step));
     this.show();
+    this.reveal(this.answer, this.step);
   }
 
   /** A step has come: it is looked at, unless the reader went back to another. */
