@@ -29,8 +29,8 @@ export class Chat {
   /** A question and an answer that is about to come. */
   begin(prompt, answer) {
     this.welcome.hidden = true;
-    const said = element("div", { className: "message user" }, element("p", { className: "prose", textContent: prompt }));
-    const shown = element("p", { className: "prose answer" });
+    const said = element("div", { className: "message user" }, element("p", { className: "prose", dir: "auto", textContent: prompt }));
+    const shown = element("p", { className: "prose answer", dir: "auto" });
     const note = element("p", { className: "note quiet", textContent: "…" });
     const reply = element("div", { className: "message assistant" }, shown, note);
     this.turns.push({ prompt, answer, said, reply, shown, note });
