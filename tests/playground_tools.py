@@ -133,8 +133,8 @@ class Pretender:
     disconnected: list[str] = field(default_factory=list)  # prompts whose reader went away
 
     def app(self) -> Starlette:
-        models, chat = Route("/v1/models", self.models), Route("/v1/chat/completions", self.chat, methods=["POST"])
-        app = Starlette(routes=[models, chat])
+        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
+        app = Starlette(routes=[Route("/v1/models", self.models), Route("/ready", self.ready), chat])
         mount(app)
         return app
 
@@ -144,9 +144,11 @@ class Pretender:
         return JSONResponse({"error": {"message": "Wrong or missing API key.", "type": "invalid_request_error"}}, 401)
 
     async def models(self, request: Request) -> Response:
-        told = {"device": "cpu", "dtype": "float32", "mode": "auto"}
-        listed = [{"id": "SmolLM2-135M-Instruct", "object": "model", "draftgraph": told}]
+        listed = [{"id": "SmolLM2-135M-Instruct", "object": "model"}]
         return self.refusal(request) or JSONResponse({"object": "list", "data": listed})
+
+    async def ready(self, request: Request) -> Response:
+        return JSONResponse({"status": "ready", "device": "cpu", "dtype": "float32", "mode": "auto"})
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
@@ -175,6 +177,8 @@ class Pretender:
                 step["tokens"] = step["tokens"][: limit - sent]
                 sent += len(step["tokens"])
                 content = "".join(each["text"] for each in step["tokens"])
+                if prompt == "half" and step is steps[-1]:  # the text of the last token is told later
+                    step["tokens"][-1] |= {"text": ""}
                 yield event({"choices": [{"index": 0, "delta": {"content": content}}], "draftgraph": step})
                 if sent == limit:
                     break

@@ -380,7 +380,7 @@ def test_it_fits_a_phone_in_light_and_dark(
     page.ask("x" * 300)
     assert page.script(width) == 360
     assert page.script("return getComputedStyle(document.body).backgroundColor") == ground
-    for other in (320, 360, 870, 1024):
+    for other in (320, 360, 960, 970, 1024):
         chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone | {"width": other, "mobile": False})
         beyond = page.script("""return Array.from(document.querySelectorAll("button, input, textarea, h1, h2, dd, li"))
             .filter(one => one.checkVisibility())

@@ -27,22 +27,26 @@ export class Answer {
     return this.request.draftgraph.mode;
   }
 
-  /** Takes a chunk in; the tokens that it brought. */
+  /** Takes a chunk in; the tokens that it brought, as they are to be shown. */
   add(chunk) {
     const choice = chunk.choices?.[0], told = chunk.draftgraph;
     const content = choice?.delta?.content ?? "";
     this.text += content;
     this.usage = chunk.usage ?? this.usage;
     this.finish = choice?.finish_reason ?? this.finish;
-    // A server that tells nothing of its tokens is shown as one that draws a token per chunk.
+    // A server that tells nothing of its tokens is shown as one that gives a token per chunk.
     const tokens = (told?.tokens ?? (content ? [{ text: content }] : []))
       .map(token => ({ ...token, source: SOURCES[token.source] ? token.source : "target", step: this.steps.length }));
-    if (!tokens.length) return tokens;
-    this.steps.push({ nodes: [], merges: [], ...told?.step, tokens });
-    this.tokens.push(...tokens);
+    if (tokens.length) this.addStep({ nodes: [], merges: [], ...told?.step, tokens });
+    const held = content.slice(tokens.map(token => token.text).join("").length); // text told after its token
+    return held ? [...tokens, { text: held, source: "target", step: this.steps.length - 1 }] : tokens;
+  }
+
+  addStep(step) {
+    this.steps.push(step);
+    this.tokens.push(...step.tokens);
     this.last = performance.now();
-    if (this.first === null) [this.first, this.firstTokens] = [this.last, tokens.length];
-    return tokens;
+    if (this.first === null) [this.first, this.firstTokens] = [this.last, step.tokens.length];
   }
 
   /** From the first tokens to the last, as it was seen here: the prompt's own time is left out. */

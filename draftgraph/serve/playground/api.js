@@ -15,6 +15,11 @@ export async function fetchModel(key) {
   return model;
 }
 
+/** What the server tells of its engine: {device, dtype, mode, ...}; throws ApiError while it is not ready. */
+export async function fetchReady(key) {
+  return (await request("ready", { headers: headers(key) })).json();
+}
+
 /** The chunks of an answer as they come; throws ApiError, or AbortError when the signal stops it. */
 export async function* streamCompletion(body, key, signal) {
   const response = await request("v1/chat/completions", {

@@ -1,7 +1,7 @@
 // The page: sends what was asked, and hands what comes to the conversation, the steps and the speed.
 
 import { Answer } from "./answer.js";
-import { fetchModel, streamCompletion } from "./api.js";
+import { fetchModel, fetchReady, streamCompletion } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId } from "./dom.js";
 import { Settings } from "./settings.js";
@@ -112,10 +112,10 @@ async function comparePlain(answer) {
 
 async function findModel() {
   try {
-    const found = await fetchModel(settings.key);
-    model = found.id;
-    byId("model").textContent = [model, found.draftgraph?.device, found.draftgraph?.dtype].filter(Boolean).join(" · ");
-    if (found.draftgraph?.mode) settings.chooseMode(found.draftgraph.mode);
+    model = byId("model").textContent = (await fetchModel(settings.key)).id;
+    const { device, dtype, mode } = await fetchReady(settings.key);
+    byId("model").textContent = [model, device, dtype].filter(Boolean).join(" · ");
+    settings.chooseMode(mode);
     showError("");
   } catch (error) {
     showError(error.status === 401 ? "This server asks for an API key: type it into the settings." : error.message);
@@ -152,6 +152,6 @@ byId("new-chat").addEventListener("click", () => {
 for (const example of document.querySelectorAll(".example")) {
   example.addEventListener("click", () => ask(example.textContent.trim()));
 }
-await findModel();
 showBusy();
+await findModel();
 document.body.dataset.ready = "true"; // for tests

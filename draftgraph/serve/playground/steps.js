@@ -20,6 +20,7 @@ export class Steps {
     byId("previous").addEventListener("click", () => this.go(this.step - 1));
     byId("next").addEventListener("click", () => this.go(this.step + 1));
     document.addEventListener("keydown", event => this.key(event));
+    window.addEventListener("resize", this.draw);
     this.clear();
   }
 
