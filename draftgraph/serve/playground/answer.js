@@ -51,8 +51,11 @@ export class Answer {
 
   /** From the first tokens to the last, as it was seen here: the prompt's own time is left out. */
   get tokensPerSecond() {
-    const seconds = (this.last - this.first) / 1000;
-    return seconds > 0 ? (this.tokens.length - this.firstTokens) / seconds : NaN;
+    return this.timed > 0 ? (this.tokens.length - this.firstTokens) / this.timed : NaN;
+  }
+
+  get timed() {
+    return (this.last - this.first) / 1000;
   }
 
   get tokensPerPass() {

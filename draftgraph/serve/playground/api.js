@@ -80,7 +80,9 @@ function headers(key) {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
+/** A message as a sentence on one line. */
 function oneLine(message) {
-  const text = typeof message === "string" ? message : message ? JSON.stringify(message) : "";
-  return text.replace(/\s+/g, " ").trim();
+  const words = typeof message === "string" ? message : message ? JSON.stringify(message) : "";
+  const line = words.replace(/\s+/g, " ").trim();
+  return line && line[0].toUpperCase() + line.slice(1) + (/[.!?]$/.test(line) ? "" : ".");
 }

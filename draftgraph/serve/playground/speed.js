@@ -4,6 +4,8 @@ import { firstDifference } from "./answer.js";
 import { byId, element, throttled } from "./dom.js";
 import { duration, rate } from "./text.js";
 
+const SHORTEST = 0.1; // seconds: under it, what a browser measures is chance
+
 export class Speed {
   constructor() {
     this.draw = throttled(() => this.show(), 150);
@@ -52,12 +54,17 @@ function runner(answer, name, fastest) {
 
 function verdict(answer, plain) {
   if (plain.finish === "stopped" || plain.finish === "error") return ["Plain decoding was stopped: nothing to compare."];
-  const ratio = answer.tokensPerSecond / plain.tokensPerSecond, place = firstDifference(answer.text, plain.text);
-  const told = [];
-  if (Number.isFinite(ratio)) {
-    told.push(element("b", { className: ratio >= 1 ? "good" : "wrong", textContent: `${ratio.toFixed(2)}×` }), " plain decoding");
-  }
-  const same = place < 0 ? "✓ identical text" : `✗ texts differ from character ${place + 1} on`;
-  told.push(element("span", { className: `chip ${place < 0 ? "good" : "wrong"}`, textContent: same }));
-  return told;
+  return [...ratio(answer, plain), sameness(answer, plain)];
+}
+
+function ratio(answer, plain) {
+  if (Math.min(answer.timed, plain.timed) < SHORTEST) return ["Too short to be timed."];
+  const times = answer.tokensPerSecond / plain.tokensPerSecond;
+  return [element("b", { className: times >= 1 ? "good" : "wrong", textContent: `${times.toFixed(2)}×` }), " plain decoding"];
+}
+
+function sameness(answer, plain) {
+  const place = firstDifference(answer.text, plain.text);
+  const said = place < 0 ? "✓ identical text" : `✗ texts differ from character ${place + 1} on`;
+  return element("span", { className: `chip ${place < 0 ? "good" : "wrong"}`, textContent: said });
 }
