@@ -51,7 +51,9 @@ VLLMMetrics = Annotated[bool, server("Figures of drafting also under vLLM's name
 LogPrompts = Annotated[bool, server("Write what is asked into the log")]
 MaxTexts = Annotated[int, limit("Requests answered together")]
 MaxWaiting = Annotated[int, limit("Requests that may wait besides; further ones get status 429", "N>=0")]
-MaxModelLen = Annotated[int | None, limit("Tokens of a prompt and its answer; left out: all that the model takes", "N>=2")]
+MaxModelLen = Annotated[
+    int | None, limit("Tokens of a prompt and its answer; left out: all that the model takes", "N>=2")
+]
 MaxNewTokens = Annotated[
     int | None, option("Sampling", "Of a chat that names no number; left out: as many as there is room for", "N>=1")
 ]
