@@ -247,7 +247,8 @@ def save_tiny_pair(folder: Path) -> tuple[Path, Path]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **sizes))
+    settings = {"max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **settings, **sizes))
     places = folder / "target", folder / "draft"
     with torch.no_grad():
         for weight in model.parameters():
