@@ -22,8 +22,9 @@ from draftgraph.graph import Bools, Ints
 from draftgraph.models.cache import notice
 
 SHARE = 0.5  # of the memory that is free: what keys and values may take
-TEXT = 4096  # tokens that a pool has room for, for every text at a time: more than most have
+TEXT = {"cpu": 512, "cuda": 4096}  # tokens that a pool has room for, for every text at a time: more than most have
 CHECKED = 4096  # slots of a pool that only a check uses
+NODES = 128  # that stand behind a text while they are checked
 
 
 class SeatEngine(Protocol):
@@ -119,5 +120,7 @@ def slots_for(model: Any, texts: int) -> int:
     """As many as texts of usual lengths need, if they fit into memory."""
     device = model.get_input_embeddings().weight.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
-    wanted = texts * min(TEXT, context_window(model) or TEXT)
+    usual = TEXT.get(device.type, TEXT["cuda"])
+    longest = (context_window(model) or usual) + NODES
+    wanted = max(longest, texts * min(usual, longest))
     return max(CHECKED, min(wanted, int(SHARE * free / max(1, PackedEngine.bytes_per_slot(model)))))

@@ -53,7 +53,8 @@ class PackedCache(Cache):
         super().__init__(layers=layers)
 
     def _slots_for(self, states: Tensor) -> Tensor:
-        self.states.append(states.new_zeros((1, states.shape[1], self.capacity, states.shape[3])))
+        room = states.new_empty((1, states.shape[1], self.capacity, states.shape[3]))
+        self.states.append(room.fill_(0.0))  # written to, so that memory is short now or never
         return self.states[-1]
 
     def move(self, sources: Any, targets: Any) -> None:
