@@ -1,0 +1,123 @@
+"""How many tokens per second do many requests get together, and does drafting help them?
+
+    python benchmarks/concurrency.py --data prompts/ --inflate llama-2-7b --device cuda --out load.jsonl
+
+For every number of concurrent requests, plain decoding and mode auto in turns, through the scheduler of the server.
+A request that is done is followed by the next, and tokens are counted while all places are taken. Killed, the same
+command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import draftgraph
+from draftgraph.batching import Job, Limits, Scheduler
+from draftgraph.bench import inflate
+from draftgraph.bench.tasks import read_tasks
+from draftgraph.pair import Pair
+from draftgraph.text import encode
+
+MODES = ("off", "auto")
+
+
+def run(scheduler: Scheduler, prompts: list[tuple[int, ...]], texts: int, mode: str, new_tokens: int) -> dict[str, Any]:
+    """Tokens and seconds from when the last place was taken until the first is left for good."""
+    requests = max(4 * texts, 16) if texts < 64 else 2 * texts
+    coming = iter([(number, prompt) for number, prompt in zip(range(requests), cycle(prompts), strict=False)])
+    under_way, answers = set(), {}
+    start = tokens = passes = 0
+    seconds = 0.0
+    for _ in range(texts):
+        under_way.add(submit(scheduler, *next(coming), mode, new_tokens))
+    while scheduler.busy:
+        began = all(text.began for text in scheduler.batch.running) or start
+        start = start or (time.perf_counter() if began else 0)
+        counts = len(under_way) == texts and start
+        told = scheduler.step()
+        for one in told:
+            if one.error:
+                raise SystemExit(one.error["message"])
+            answers.setdefault(one.id, []).extend(one.tokens)
+            tokens += len(one.tokens) if counts else 0
+            if one.finish_reason:
+                under_way.discard(one.id)
+                if following := next(coming, None):
+                    under_way.add(submit(scheduler, *following, mode, new_tokens))
+        if counts:
+            passes += 1
+            seconds = time.perf_counter() - start
+    return {"tokens": tokens, "seconds": seconds, "passes": passes, "answers": [answers[id] for id in sorted(answers)]}
+
+
+def submit(scheduler: Scheduler, number: int, prompt: tuple[int, ...], mode: str, new_tokens: int) -> str:
+    job = Job(f"{number:06}", prompt, max_tokens=new_tokens, ignore_eos=True, config={"mode": mode})
+    scheduler.submit(job)
+    return job.id
+
+
+def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for texts in sorted({line["texts"] for line in lines}):
+        speeds = {
+            mode: [line["tokens"] / line["seconds"] for line in lines if (line["texts"], line["mode"]) == (texts, mode)]
+            for mode in MODES
+        }
+        if all(speeds.values()):
+            ratios = [auto / off for off, auto in zip(speeds["off"], speeds["auto"], strict=False)]
+            middle = {mode: round(median(values), 1) for mode, values in speeds.items()}
+            found.append({"texts": texts, "ratio": round(median(ratios), 3), "tokens per second": middle})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with a file of prompts for each task")
+    parser.add_argument("--tasks", default="gsm8k,xsum,alpaca,wmt14_deen,humaneval,mt_bench,writing_prompts")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--inflate")
+    parser.add_argument("--texts", default="1,4,16,64")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    given = parser.parse_args()
+    begun = time.perf_counter()
+    known = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    places = {(line["repeat"], line["texts"], line["mode"]) for line in known}
+    pair = draftgraph.load(device=given.device)
+    if given.inflate:
+        pair = Pair(inflate(pair.target, given.inflate), pair.draft, pair.tokenizer)
+    tasks = read_tasks([given.data], given.tasks.split(","), given.prompts)
+    by_task = [[tuple(encode(pair.tokenizer, prompt)) for prompt in of_task] for of_task in tasks.values()]
+    prompts = [prompt for turn in zip(*by_task, strict=True) for prompt in turn]
+    levels = [int(number) for number in given.texts.split(",")]
+    scheduler = Scheduler(pair, Limits(texts=max(levels)))
+    warm: set[tuple[int, str]] = set()
+    for repeat in range(given.repeats):
+        for texts in levels:
+            for mode in MODES:
+                if (repeat, texts, mode) in places or time.perf_counter() - begun > given.seconds:
+                    continue
+                if (texts, mode) not in warm:  # whatever happens only once
+                    run(scheduler, prompts, texts, mode, 16)
+                    warm.add((texts, mode))
+                line = {"repeat": repeat, "texts": texts, "mode": mode}
+                line |= run(scheduler, prompts, texts, mode, given.new_tokens)
+                known.append(line)
+                with given.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    plain = {(line["texts"], line["repeat"]): line["answers"] for line in known if line["mode"] == "off"}
+    same = [line["answers"] == plain[line["texts"], line["repeat"]] for line in known if line["mode"] == "auto"]
+    print(json.dumps({"load": summary(known), "runs with the same tokens": f"{sum(same)} of {len(same)}"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
