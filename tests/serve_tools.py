@@ -91,8 +91,8 @@ class FakeScheduler:
 
     vocabulary = 320
 
-    def __init__(self, texts: int = 64, waiting: int = WAITING) -> None:
-        self.texts, self.waiting = texts, waiting
+    def __init__(self, texts: int, waiting: int, faulty: bool) -> None:
+        self.texts, self.waiting, self.faulty = texts, waiting, faulty
         self.tasks: dict[str, Task] = {}
         self.steps = self.cancelled = 0
 
@@ -112,6 +112,11 @@ class FakeScheduler:
 
     def step(self) -> list[Told]:
         self.steps += 1
+        if self.faulty:
+            self.do_what_prompts_ask_for()
+        return [Told(self.progress(task)) for task in list(self.tasks.values())]
+
+    def do_what_prompts_ask_for(self) -> None:
         prompts = {token for task in self.tasks.values() for token in task.job.tokens}
         if STUCK_ID in prompts:
             time.sleep(60)
@@ -121,11 +126,10 @@ class FakeScheduler:
             os._exit(3)
         if FAULT_ID in prompts:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return [Told(self.progress(task)) for task in list(self.tasks.values())]
 
     def progress(self, task: Task) -> dict[str, Any]:
         job, start = task.job, task.said
-        if MEMORY_ID in job.tokens:
+        if self.faulty and MEMORY_ID in job.tokens:
             del self.tasks[job.id]
             return failed(job.id, "memory", "there is no memory left")
         if job.deadline is not None and time.monotonic() - task.submitted > job.deadline:
@@ -217,19 +221,19 @@ def failed(id: str, kind: str, message: str) -> dict[str, Any]:
     return {"id": id, "finish_reason": "error", "error": {"kind": kind, "message": message}}
 
 
-def fake_engine(texts: int, waiting: int, descriptor: int) -> None:
+def fake_engine(texts: int, waiting: int, faulty: bool, descriptor: int) -> None:
     """What `engine_process.main` does, with the fake."""
     connection = socket.socket(fileno=descriptor)
     ready = {"model": "fake", "context_window": WINDOW, "vocabulary": FakeScheduler.vocabulary, "draft": True}
 
     def serve() -> None:
-        Loop(connection, FakeScheduler(texts, waiting), FakeJob).run(ready)
+        Loop(connection, FakeScheduler(texts, waiting, faulty), FakeJob).run(ready)
 
     os._exit(telling_faults(connection, serve))
 
 
-def fake_command(texts: int = 64, waiting: int = WAITING) -> list[str]:
-    code = f"import serve_tools, sys; serve_tools.fake_engine({texts}, {waiting}, int(sys.argv[1]))"
+def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True) -> list[str]:
+    code = f"import serve_tools, sys; serve_tools.fake_engine({texts}, {waiting}, {faulty}, int(sys.argv[1]))"
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
 
 
