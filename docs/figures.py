@@ -109,6 +109,30 @@ def large() -> Iterator[str]:
     )
 
 
+PEERS = {
+    "hf": "`transformers`, plain",
+    "hf-lookup": "`transformers`, prompt lookup",
+    "hf-assisted": "`transformers`, assisted by the same draft",
+    "vllm": "vLLM, plain",
+    "vllm-ngram": "vLLM, n-gram drafts",
+    "vllm-draft": "vLLM, the same draft",
+    "off": "draftgraph, plain",
+    "auto": "**draftgraph, `auto`**",
+}
+
+
+def peers() -> Iterator[str]:
+    """Other libraries on the same prompts, in turns."""
+    found = {mode["mode"]: mode["overall"] for mode in report("cpu-peers")["modes"]}
+    lines = [[words, f"{found[name]['ms_per_token']:.1f}", ratio(found[name])] for name, words in PEERS.items()]
+    yield from table(["ms per token", "times plain decoding here (95% interval)"], lines)
+
+
+def ratio(overall: dict[str, Any]) -> str:
+    speed = overall["speed"]
+    return f"{speed['ratio']:.2f}x ({speed['low']:.2f} to {speed['high']:.2f})"
+
+
 def draft() -> Iterator[str]:
     """How good the default draft is, on all tasks."""
     found = json.loads((DOCS / "results" / "draft" / "results.json").read_text(encoding="utf-8"))
@@ -121,7 +145,13 @@ def draft() -> Iterator[str]:
     yield from table([*TASKS.values(), "mean"], lines)
 
 
-BLOCKS: dict[str, Callable[[], Iterator[str]]] = {"cpu": cpu, "gpu": gpu, "large": large, "draft": draft}
+BLOCKS: dict[str, Callable[[], Iterator[str]]] = {
+    "cpu": cpu,
+    "peers": peers,
+    "gpu": gpu,
+    "large": large,
+    "draft": draft,
+}
 
 
 def filled(text: str) -> str:

@@ -71,9 +71,11 @@ class Outputs:
     keep_scores: bool = False
     keep_logits: bool = False
     keep_logprobs: bool = False
+    alternatives: int = 0  # beside each token's own log-probability, those of the best so many
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    best: list[list[tuple[int, float]]] = field(default_factory=list)  # tokens and their log-probabilities
 
     def record(self, raw: Tensor, processed: Tensor, token: int) -> None:
         if self.keep_scores:
@@ -81,7 +83,10 @@ class Outputs:
         if self.keep_logits:
             self.logits.append(raw.clone())
         if self.keep_logprobs:
-            self.logprobs.append(float(torch.log_softmax(raw[0], dim=-1)[token]))
+            chances = torch.log_softmax(raw[0], dim=-1)
+            self.logprobs.append(float(chances[token]))
+            best = chances.topk(min(self.alternatives, len(chances)))
+            self.best.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
     @property
     def wanted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,10 +148,23 @@ class GraphDecoder:
         detailed = bool(wanted.return_dict_in_generate)
         outputs = Outputs(bool(wanted.output_scores) and detailed, bool(wanted.output_logits) and detailed, logprobs)
         self._running = None
-        request = apart(request, row, unwrapped(self.target_model))
-        decoding = Decoding(self, request, row, seed, outputs, config or self.config, reuse_cache)
+        decoding = self.begun(request, row, seed, outputs, config or self.config)
+        decoding.prefill(reuse_cache)
         self._running = decoding
         return decoding
+
+    def begun(
+        self, request: Request, row: int, seed: int, outputs: Outputs, config: GraphConfig, sample: int | None = None
+    ) -> Decoding:
+        """The same of a text that nobody has read yet; `sample`: which of several with one seed."""
+        return Decoding(self, apart(request, row, unwrapped(self.target_model)), row, seed, outputs, config, sample)
+
+    def seated(self, target: Engine, draft: Engine | None) -> GraphDecoder:
+        """The same pair, with the engines of one text among many; what is learnt is learnt for all."""
+        other = copy.copy(self)
+        other.target_engine, other.draft_engine = target, draft
+        other._running, other._device_drafts = None, {}
+        return other
 
     @contextmanager
     def nothing_half_done(self) -> Iterator[None]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Scored, Walk, walk
 from draftgraph.config import GraphConfig
-from draftgraph.drafting.growers import Grown, Limits, Sources, grower_for
-from draftgraph.drafting.model import ModelProposer
+from draftgraph.cost import CostModel
+from draftgraph.drafting.growers import Grown, LevelGrower, Limits, Sources, Ungrown, grower_for
+from draftgraph.drafting.model import Asked, ModelProposer, Told
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
 from draftgraph.engine.loan import Loan
@@ -46,7 +47,7 @@ class Decoding:
         seed: int,
         outputs: Outputs,
         config: GraphConfig,
-        reuse_cache: bool = False,
+        sample: int | None = None,
     ) -> None:
         self.decoder = decoder
         self.loan = Loan(*decoder.models)
@@ -65,7 +66,8 @@ class Decoding:
         self.pricing = pricing_of(decoder, self.config)
         self.cost = self.pricing.at(len(self.text), self._stats)
 
-        sample = row % (request.config.num_return_sequences or 1)
+        if sample is None:
+            sample = row % (request.config.num_return_sequences or 1)
         self.noise = KeyedNoise(seed, sample) if request.samples else None
         self.draft = decoder.draft_proposer(self.config, request.eos_ids) if config.drafts else None
         self._engines: list[Engine] = [self.target, *([self.draft.engine] if self.draft else [])]
@@ -74,7 +76,6 @@ class Decoding:
         self.sources = self._sources()
         self.calibration = decoder.calibrations[request.samples]
         self.grower = grower_for(self.sources, Limits(self.config, request.eos_ids, decoder.hits, self.calibration))
-        self._prefill(reuse_cache)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
         processors, temperature = self.request.processors, self.request.temperature
@@ -97,7 +98,7 @@ class Decoding:
             recycled=RecycleProposer(config.k, noise) if config.mode == "auto" else None,
         )
 
-    def _prefill(self, reuse_cache: bool) -> None:
+    def prefill(self, reuse_cache: bool = False) -> None:
         """Both models read the text but for its last token, which is the first root."""
         chunk = self.request.config.prefill_chunk_size
         with self.loan, self._stats.clock("prefill"):
@@ -108,9 +109,14 @@ class Decoding:
             self.target.prefill(self.text[len(self.target.text) : -1], chunk, self.text[-1])
             if self.draft is not None:
                 self.draft.catch_up(self.text, chunk)
-            self.grower.plan(self.cost)
-            self.grower.draft_ahead(self.text, self._depth_limit())
-            self.grower.remember(self.text, self._depth_limit())
+            self.begin()
+
+    def begin(self) -> None:
+        """The text has been read: the first step may be drafted."""
+        depth = self._depth_limit()
+        self.grower.plan(self.cost)
+        self.grower.draft_ahead(self.text, depth)
+        self.grower.remember(self.text, depth)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The tokens of every step, until a stop condition holds."""
@@ -136,6 +142,16 @@ class Decoding:
         """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
         self.cost = self.pricing.at(len(self.text), self._stats)
         return self.grower.grow(self.text, self._depth_limit(), self.cost)
+
+    def ungrown(self) -> Grown:
+        """The last token alone."""
+        return Ungrown.behind(self.text, self.grower.limits)
+
+    def growing(self, cost: CostModel) -> Generator[Asked, Told, Grown]:
+        """The same under these prices, asking for each pass of the draft: among many texts."""
+        if isinstance(self.grower, LevelGrower):
+            return (yield from self.grower.growing(self.text, self._depth_limit(), cost))
+        return self.grower.grow(self.text, self._depth_limit(), cost)
 
     def verify(self, tree: TokenTree) -> Scored:
         """What the target says at every node, in one pass."""

@@ -13,13 +13,11 @@ import torch
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder, fresh_seed
 from draftgraph.decoding import Decoding
-from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.generation import context_window, prepare
+from draftgraph.generation import Request, context_window, prepare
 from draftgraph.models import check_same_tokens, load_model
 from draftgraph.models.default import DEFAULT_DRAFT
 from draftgraph.models.draft_folder import is_draft_folder, load_draft
-from draftgraph.rows import row_arguments
 from draftgraph.stats import Stats
 from draftgraph.text import Messages, TextStream, decode, encode
 
@@ -78,9 +76,9 @@ class Pair:
         if prompts and len(prompts) < len(prompt):
             raise UsageError("a list is either of prompts or of messages: this one has both")
         if prompts:
-            arguments.setdefault("seed", fresh_seed())
-            model, rows = unwrapped(self.target), len(prompts)
-            return [self.generate(one, **row_arguments(model, arguments, row, rows)) for row, one in enumerate(prompts)]
+            from draftgraph.batching.generating import generate_all
+
+            return generate_all(self, prompts, **arguments)
         streamer = arguments.pop("streamer", None)
         decoding = self.start(prompt, **arguments)  # type: ignore[arg-type]
         if streamer is not None:
@@ -118,17 +116,28 @@ class Pair:
         self,
         prompt: str | Messages,
         *,
-        raw: bool = False,
         config: GraphConfig | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        do_sample: bool | None = None,
         seed: int | None = None,
         logprobs: bool = False,
         reuse_cache: bool = False,
         **arguments: Any,
     ) -> Decoding:
         """A decoding to iterate over, for callers that want every step."""
+        request = self.request(prompt, **arguments)
+        seed = fresh_seed() if seed is None else seed
+        return self.decoder.start(request, 0, seed, logprobs=logprobs, config=config, reuse_cache=reuse_cache)
+
+    def request(
+        self,
+        prompt: str | Messages,
+        *,
+        raw: bool = False,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        do_sample: bool | None = None,
+        **arguments: Any,
+    ) -> Request:
+        """A prompt, ready to be decoded."""
         if temperature is not None and temperature < 0:
             raise UsageError(f"temperature must be 0 (greedy) or more, not {temperature}")
         if (arguments.get("num_return_sequences") or 1) > 1:
@@ -145,9 +154,7 @@ class Pair:
             max_new_tokens = max(1, min(NEW_TOKENS, room))
         given = {name: value for name, value in arguments.items() if value is not None}
         given |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
-        request = prepare(self.target, ids, self.tokenizer, **given)
-        seed = fresh_seed() if seed is None else seed
-        return self.decoder.start(request, 0, seed, logprobs=logprobs, config=config, reuse_cache=reuse_cache)
+        return prepare(self.target, ids, self.tokenizer, **given)
 
     def output(self, decoding: Decoding) -> Output:
         """What a decoding has produced so far."""

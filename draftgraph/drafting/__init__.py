@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Protocol
 
 from draftgraph.cost import DraftBudget
+from draftgraph.drafting.model import Asked, ModelProposer, Told, answered
 from draftgraph.drafting.pool import Pool, Proposal
 from draftgraph.graph import Floats, Ints, Source, TokenGraph, TokenTree
 
@@ -33,6 +35,17 @@ def grow(
 
     Level-wise and best-first growth differ in `TokenGraph.extend`: whether a better node may take another's place.
     """
+    return answered(growing(graph, proposers, floor, budget, pool))
+
+
+def growing(
+    graph: TokenGraph,
+    proposers: list[Proposer],
+    floor: float = 0.0,
+    budget: DraftBudget | None = None,
+    pool: Pool | None = None,
+) -> Generator[Asked, Told, TokenTree]:
+    """The same, asking for each pass of the draft: whoever grows several graphs can make their passes together."""
     tree = graph.unroll(floor=floor)
     asked: set[int] = set()
     for _ in range(graph.max_depth):
@@ -44,7 +57,11 @@ def grow(
         proposals = []
         for proposer in proposers:
             if places := new if proposer.free else list(range(drafted)):
-                children = proposer.propose(graph, [frontier[place] for place in places])
+                nodes = [frontier[place] for place in places]
+                if isinstance(proposer, ModelProposer):
+                    children = yield from proposer.proposing(graph, nodes)
+                else:
+                    children = proposer.propose(graph, nodes)
                 proposals.append(Proposal(proposer.source, places, *children))
         for one in proposals if pool is None else pool.weigh(graph, frontier, proposals):
             nodes = [frontier[place] for place in one.places]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,10 +10,10 @@ import numpy as np
 
 from draftgraph.config import GraphConfig
 from draftgraph.cost import CostModel, DraftBudget, HitRate, levels_ahead, nodes_worth_checking
-from draftgraph.drafting import Proposer, grow
+from draftgraph.drafting import Proposer, growing
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DeviceDraft
-from draftgraph.drafting.model import ModelProposer
+from draftgraph.drafting.model import Asked, ModelProposer, Told, answered
 from draftgraph.drafting.pool import Pool, Weighed
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.sheet import Selection, Sheet
@@ -63,6 +64,8 @@ class Grown(Protocol):
 class Grower(Protocol):
     """Grows the tree of one step after another."""
 
+    limits: Limits
+
     def plan(self, cost: CostModel) -> None:
         """How far is the draft to go in the next step? May be asked while the target is at work."""
 
@@ -89,6 +92,10 @@ class Ungrown:
     tree: TokenTree
     limits: Limits
 
+    @classmethod
+    def behind(cls, text: list[int], limits: Limits) -> Ungrown:
+        return cls(TokenTree(np.array(text[-1:]), FIRST - 1, FIRST, FIRST, CERTAIN, ["root"]), limits)
+
     def graph(self) -> TokenGraph:
         return TokenGraph(int(self.tree.tokens[0]), self.limits.config, 0, self.limits.ends)
 
@@ -109,7 +116,7 @@ class PlainGrower:
     def remember(self, text: list[int], depth: int) -> None: ...
 
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Ungrown:
-        return Ungrown(TokenTree(np.array(text[-1:]), FIRST - 1, FIRST, FIRST, CERTAIN, ["root"]), self.limits)
+        return Ungrown.behind(text, self.limits)
 
     def commit(self, grown: Grown, path: list[int]) -> None: ...
 
@@ -150,17 +157,22 @@ class LevelGrower:
             memory.begin(text)
 
     def grow(self, text: list[int], depth: int, cost: CostModel) -> GrownByLevels:
+        return answered(self.growing(text, depth, cost))
+
+    def growing(self, text: list[int], depth: int, cost: CostModel) -> Generator[Asked, Told, GrownByLevels]:
+        """The same, asking for each pass of the draft."""
         graph = TokenGraph(text[-1], self.limits.config, depth, self.limits.ends)
         self.pool.begin()
-        return GrownByLevels(self._tree(graph, cost), graph, self.pool, self.pool.weighed)
+        tree = yield from self._tree(graph, cost)
+        return GrownByLevels(tree, graph, self.pool, self.pool.weighed)
 
-    def _tree(self, graph: TokenGraph, cost: CostModel) -> TokenTree:
+    def _tree(self, graph: TokenGraph, cost: CostModel) -> Generator[Asked, Told, TokenTree]:
         sources = self.sources
         if self.limits.config.mode != "auto":
-            return grow(graph, sources.all)
+            return (yield from growing(graph, sources.all))
         rate = self.limits.hits.rate
         budget = DraftBudget(cost, graph.max_depth, rate, graph.max_nodes) if sources.draft else None
-        tree = grow(graph, sources.all, cost.floor(), budget, self.pool)
+        tree = yield from growing(graph, sources.all, cost.floor(), budget, self.pool)
         return tree.first(nodes_worth_checking(tree, cost, budget.spent if budget else 0.0))
 
     def commit(self, grown: Grown, path: list[int]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,28 @@ from draftgraph.graph import NO_TOKEN, ROOT, Bools, Floats, Ints, Source, TokenG
 
 Perturb = Callable[..., Tensor]  # logits [nodes, tokens], positions of the next tokens; which tokens, of how many
 Ancestors = dict[int, Bools]  # graph node -> the scratch slots that it sees, its own last
+Told = Tensor  # logits [nodes, tokens]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A pass that a draft needs before it can go on: see `Engine.forward`."""
+
+    engine: Engine
+    tokens: Ints
+    depths: Ints
+    visible: Bools
+
+
+def answered(asking: Generator[Asked, Told, Result]) -> Result:
+    """Makes every pass as soon as it is asked for."""
+    try:
+        asked = next(asking)
+        while True:
+            asked = asking.send(asked.engine.forward(asked.tokens, asked.depths, asked.visible))
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
 
 
 class DraftVocabulary:
@@ -78,9 +101,14 @@ class ModelProposer:
 
     def catch_up(self, text: list[int], chunk: int | None = None) -> None:
         """Reads the text but for its last token, keeping what was read before of the same text."""
-        known = self._vocabulary.to_draft(np.array(text[:-1], dtype=np.int64)).tolist()
+        known = self.as_read(text[:-1])
         self.engine.rewind(common_prefix(self.engine.text, known))
         self.engine.prefill(known[len(self.engine.text) :], chunk)
+
+    def as_read(self, text: list[int]) -> list[int]:
+        """The tokens that the draft reads for these."""
+        read: list[int] = self._vocabulary.to_draft(np.array(text, dtype=np.int64)).tolist()
+        return read
 
     def begin(self, text: list[int]) -> None:
         self._text = text
@@ -89,7 +117,10 @@ class ModelProposer:
         self.logits.clear()
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
-        logits = self._fed(graph, frontier)
+        return answered(self.proposing(graph, frontier))
+
+    def proposing(self, graph: TokenGraph, frontier: list[int]) -> Generator[Asked, Told, tuple[Ints, Floats]]:
+        logits = yield from self._fed(graph, frontier)
         if self.keep_logits:
             full = self._vocabulary.to_target(logits).float()
             self.logits.update(zip(frontier, full.clone(), strict=True))
@@ -112,29 +143,32 @@ class ModelProposer:
             before = here
         self.engine.commit(slots, self._vocabulary.to_draft(np.array(tokens)).tolist())
 
-    def _fed(self, graph: TokenGraph, frontier: list[int]) -> Tensor:
+    def _fed(self, graph: TokenGraph, frontier: list[int]) -> Generator[Asked, Told, Tensor]:
         """What the draft says at these nodes; the root, if it is among them, is the first."""
         if ROOT in self._ancestors:
-            return self._feed(graph, frontier)
-        at_root = self._feed_root()
+            return (yield from self._feed(graph, frontier))
+        at_root = yield from self._feed_root()
         below = [node for node in frontier if node != ROOT]
         at_root = at_root[: len(frontier) - len(below)]
-        return torch.cat([at_root.clone(), self._feed(graph, below)]) if below else at_root
+        if not below:
+            return at_root
+        at_root = at_root.clone()
+        return torch.cat([at_root, (yield from self._feed(graph, below))])
 
-    def _feed_root(self) -> Tensor:
+    def _feed_root(self) -> Generator[Asked, Told, Tensor]:
         missing = np.array(self._text[len(self._text) - self._lacking :])
         self._ancestors[ROOT] = np.ones(self._lacking, dtype=bool)
         causal = np.tri(self._lacking, dtype=bool)
-        return self._forward(missing, np.arange(self._lacking), causal)[-1:]
+        return (yield self._pass(missing, np.arange(self._lacking), causal))[-1:]
 
-    def _feed(self, graph: TokenGraph, frontier: list[int]) -> Tensor:
+    def _feed(self, graph: TokenGraph, frontier: list[int]) -> Generator[Asked, Told, Tensor]:
         nodes = self._with_unfed_ancestors(graph, frontier)
         first_slot = self.engine.scratch
         visible = np.zeros((len(nodes), first_slot + len(nodes)), dtype=bool)
         mark_visible(visible, first_slot, graph, nodes, self._ancestors)
         tokens = np.array([graph.tokens[node] for node in nodes])
         depths = self._lacking - 1 + np.array([graph.depths[node] for node in nodes])
-        logits = self._forward(tokens, depths, visible)
+        logits = yield self._pass(tokens, depths, visible)
         return logits if nodes == frontier else logits[[nodes.index(node) for node in frontier]]
 
     def _with_unfed_ancestors(self, graph: TokenGraph, frontier: list[int]) -> list[int]:
@@ -147,10 +181,10 @@ class ModelProposer:
             nodes.update(dict.fromkeys(reversed(path)))
         return list(nodes)
 
-    def _forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+    def _pass(self, tokens: Ints, depths: Ints, visible: Bools) -> Asked:
         self.passes += 1
         self.tokens_fed += len(tokens)
-        return self.engine.forward(self._vocabulary.to_draft(tokens), depths, visible)
+        return Asked(self.engine, self._vocabulary.to_draft(tokens), depths, visible)
 
 
 def mark_visible(visible: Bools, first_slot: int, graph: TokenGraph, frontier: list[int], seen: Ancestors) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from draftgraph.compiled import announce
 from draftgraph.compiled.automaton import EMPTY, automaton_for, copies, extend, follow
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
+
+if TYPE_CHECKING:
+    from draftgraph.drafting.past import Past, PastMatch
 
 Match = tuple[int, int]  # state of the automaton, how many tokens match
 ROOM = 1024  # tokens, to begin with
@@ -45,13 +50,15 @@ class SuffixAutomaton:
 
 
 class SuffixProposer:
-    """Copies from prompt and output."""
+    """Copies from prompt and output, or from answers of the past where they match longer."""
 
     source: Source = "copied"
     free = True
+    past: Past | None = None
 
     def __init__(self, k: int) -> None:
         self.k = k
+        self._past: dict[int, list[PastMatch]] = {}  # by graph node
         self.automaton = SuffixAutomaton()
         self.root: Match = (EMPTY, 0)
         self._matches: dict[int, Match] = {}  # by graph node
@@ -60,13 +67,25 @@ class SuffixProposer:
         self.automaton.extend(text[self.automaton.tokens :])
         self.root = self.automaton.earlier
         self._matches = {ROOT: self.root}
+        self._past = {ROOT: self.past.matches(text) if self.past else []}
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         tokens = np.full((len(frontier), self.k), NO_TOKEN)
         probs = np.zeros((len(frontier), self.k))
         for row, node in enumerate(frontier):
-            self.automaton.copies(self._match(graph, node), tokens[row], probs[row])
+            match, earlier = self._match(graph, node), self._past_matches(graph, node)
+            best = max(earlier, key=lambda one: one.length, default=None)
+            if best is not None and best.length > match[1]:
+                best.copies(tokens[row], probs[row])
+            else:
+                self.automaton.copies(match, tokens[row], probs[row])
         return tokens, probs
+
+    def _past_matches(self, graph: TokenGraph, node: int) -> list[PastMatch]:
+        if node not in self._past:
+            above, token = self._past_matches(graph, graph.parents[node]), graph.tokens[node]
+            self._past[node] = [match.follow(token) for match in above]
+        return self._past[node]
 
     def _match(self, graph: TokenGraph, node: int) -> Match:
         if node not in self._matches:

@@ -60,7 +60,7 @@ def _can_be_static(model: Any) -> bool:
     device = model.get_input_embeddings().weight.device
     if device.type == "cuda" and not file_of(device).exists():
         notice("compiling kernels for this GPU and choosing the quickest, once (up to a minute)")
-    problem = _problem(partial(_tree_difference, model, PARENTS, StaticEngine))
+    problem = problem_of(partial(tree_difference, model, PARENTS, StaticEngine))
     if problem is not None:
         notice(f"{type(unwrapped(model)).__name__} runs without CUDA graphs, and slower: {problem}")
     return problem is None
@@ -95,17 +95,17 @@ def refuse_unrewindable(model: Any) -> None:
 def _abilities(model: Any) -> dict[str, bool]:
     """What an engine may do with the model: trees, or only chains. Neither: refused."""
     name = type(unwrapped(model)).__name__
-    if problem := _problem(partial(_cached_difference, model)):
+    if problem := problem_of(partial(_cached_difference, model)):
         raise UnsupportedModelError(f"{name} cannot be decoded token by token: {problem}")
     for offsets in (True, False):
-        if _problem(partial(_tree_difference, model, PARENTS, partial(EagerEngine, offsets=offsets))) is None:
+        if problem_of(partial(tree_difference, model, PARENTS, partial(EagerEngine, offsets=offsets))) is None:
             return {"branching": True, "offsets": offsets}
-    if problem := _problem(partial(_tree_difference, model, np.arange(-1, 3), partial(EagerEngine, offsets=False))):
+    if problem := problem_of(partial(tree_difference, model, np.arange(-1, 3), partial(EagerEngine, offsets=False))):
         raise UnsupportedModelError(f"{name} cannot be decoded with a rewindable cache: {problem}")
     return {"branching": False, "offsets": False}
 
 
-def _problem(check: Callable[[], str | None]) -> str | None:
+def problem_of(check: Callable[[], str | None]) -> str | None:
     """What a check says, or in one line why it could not be made."""
     try:
         return check()
@@ -114,7 +114,7 @@ def _problem(check: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {reason}"
 
 
-def _tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Engine]) -> str | None:
+def tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Engine]) -> str | None:
     """What goes wrong with a tree of these parents behind a short text, or None."""
     tokens, text = _sample_tokens(model, len(parents))
     with Loan(model):

@@ -1,0 +1,175 @@
+"""Texts that are continued together: in every step all of them draft, one pass checks all their graphs, and each walks
+its own. A text may join or leave at any step; a prompt is read in pieces beside the others' steps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftgraph.batching.growing import Growth, checked_nodes, cost_of
+from draftgraph.batching.seats import SeatEngine, packed_or_apart
+from draftgraph.batching.sharing import Experience, Took
+from draftgraph.batching.text import Text
+from draftgraph.decoder import GraphDecoder
+from draftgraph.engine.loan import Loan
+from draftgraph.engine.packed import Part
+from draftgraph.engine.pages import OutOfPages
+from draftgraph.trace import Step
+
+TEXTS = 64  # continued at a time
+CHUNK = 256  # tokens of prompts, read beside the steps of others
+CHUNK_ALONE = 1024  # where nobody waits for his next token
+
+Taken = list[tuple[Text, Step | None]]  # None: it failed
+
+
+class Batch:
+    """Continues texts: `add` them, then `step` until nobody is left."""
+
+    def __init__(self, decoder: GraphDecoder, slots: int | None = None, texts: int = TEXTS) -> None:
+        self.decoder = decoder
+        self.waiting: deque[Text] = deque()
+        self.running: list[Text] = []  # those that came first are first
+        self.target: SeatEngine = packed_or_apart(decoder.target_model, slots, texts)
+        self.draft: SeatEngine | None = None
+        if decoder.draft_model is not None:
+            self.draft = packed_or_apart(decoder.draft_model, slots, texts)
+        self.most = min(texts, *(engine.most or texts for engine in self.engines))
+        self.experience = Experience()
+        self.took = Took()
+        self._loan = Loan(*decoder.models)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def engines(self) -> list[SeatEngine]:
+        return [self.target, *([self.draft] if self.draft else [])]
+
+    def could_hold(self, tokens: int) -> bool:
+        """Whether a text of this length would fit if it were alone."""
+        return all(engine.slots == 0 or tokens <= engine.slots for engine in self.engines)
+
+    def add(self, text: Text) -> None:
+        self.waiting.append(text)
+
+    def remove(self, text: Text) -> None:
+        """Its slots are free for the next step."""
+        if text in self.running:
+            self.running.remove(text)
+            text.close()
+        elif text in self.waiting:
+            self.waiting.remove(text)
+
+    def step(self) -> Taken:
+        """One pass for everybody; tells who took a step, and who failed."""
+        taken: Taken = []
+        with self._loan:
+            self._admit(taken)
+            while self.running:
+                try:
+                    taken += self._step()
+                    break
+                except (OutOfPages, torch.OutOfMemoryError) as error:
+                    self._make_room(error, taken)
+            for text in [text for text in self.running if text.done]:
+                self.remove(text)
+        return taken
+
+    def _step(self) -> Taken:
+        """Grow everybody's graph, check all in one pass, walk each; pieces of prompts are read in the same pass."""
+        ready = [text for text in self.running if text.began]
+        growth = Growth.of(ready, self.draft, self.experience)
+        start = time.perf_counter()
+        pieces = self._pieces(bool(ready))
+        trees = [Part.of_tree(text.seat, growth.grown[text].tree) for text in ready]
+        logits = self.target.run([*trees, *pieces.values()]) if trees or pieces else []
+        checked = time.perf_counter()
+        taken = [(text, self._walk(text, growth, scores)) for text, scores in zip(ready, logits, strict=False)]
+        for (text, piece), scores in zip(pieces.items(), logits[len(ready) :], strict=True):
+            if not guarded(text, text.read, piece, scores):
+                taken.append((text, None))
+        self._begin_read()
+        took = growth.took
+        took.verify, took.other = checked - start, time.perf_counter() - checked
+        if ready and not pieces:
+            levels, grown = growth.levels, len(growth.prices)
+            self.experience.learn(cost_of(ready[0]), len(ready), checked_nodes(growth), levels, took, grown)
+        for text in ready:
+            text.spend(took)
+        self.took = took
+        return taken
+
+    def _walk(self, text: Text, growth: Growth, logits: Tensor) -> Step | None:
+        steps: list[Step] = []
+        guarded(text, lambda: steps.append(text.walk(growth.grown[text], logits)))
+        for step in steps:
+            growth.learn(text, step)
+            return step
+        return None
+
+    def _pieces(self, others: bool) -> dict[Text, Part]:
+        """What is read of prompts beside the others' steps; first come, first served. The draft reads its own now."""
+        room = CHUNK if others else CHUNK_ALONE
+        reading = [text for text in self.running if not text.began]
+        pieces: dict[Text, Part] = {}
+        for text in reading:
+            if room > 0 and (piece := text.piece(room)) is not None:
+                pieces[text] = piece
+                room -= len(piece.tokens)
+        drafts = [piece for text in reading if (piece := text.draft_piece(CHUNK_ALONE)) is not None]
+        if drafts and self.draft is not None:
+            self.draft.run(drafts)
+            for piece in drafts:
+                piece.commit()
+        return pieces
+
+    def _begin_read(self) -> None:
+        for text in self.running:
+            if not text.began and text.failure is None and text.piece(1) is None and text.draft_piece(1) is None:
+                text.begin()
+
+    def _admit(self, taken: Taken) -> None:
+        while self.waiting and len(self.running) < self.most and self._has_room(self.waiting[0]):
+            text = self.waiting.popleft()
+            if guarded(text, text.open, self.decoder, self.target, self.draft):
+                self.running.append(text)
+            else:
+                taken.append((text, None))
+
+    def _has_room(self, text: Text) -> bool:
+        """Nobody is let in to be sent away at once."""
+        needed = text.length + text.config.nodes
+        return not self.running or all(engine.has_room(needed) for engine in self.engines)
+
+    def _make_room(self, error: Exception, taken: Taken) -> None:
+        """The newest gives up its slots: for later, if others leave some then."""
+        for text in self.running:
+            for seat in text.seats:
+                seat.forget(0)
+            if text.began:
+                text.going.begin()
+        newest = self.running.pop()
+        newest.close()
+        if isinstance(error, OutOfPages) and self.running:
+            self.waiting.appendleft(newest)
+        else:
+            newest.failure = error
+            taken.append((newest, None))
+
+
+def guarded(text: Text, act: Callable[..., Any], *given: Any) -> bool:
+    """What goes wrong in one text ends that text alone."""
+    try:
+        act(*given)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        text.failure = error
+    return text.failure is None

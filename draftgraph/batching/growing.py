@@ -1,0 +1,88 @@
+"""Everybody's graph for one step: who has reason to draft does, and the levels of all of them go through the draft
+together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from draftgraph.batching.seats import SeatEngine
+from draftgraph.batching.sharing import Experience, Took
+from draftgraph.batching.text import Text
+from draftgraph.drafting.growers import Grown
+from draftgraph.drafting.model import Asked, Told
+from draftgraph.engine.packed import Part
+from draftgraph.trace import Step
+from draftgraph.tuning.latency import MeasuredCost
+
+
+@dataclass
+class Growth:
+    """The graphs of a step, and what they cost."""
+
+    grown: dict[Text, Grown] = field(default_factory=dict)
+    prices: dict[Text, Any] = field(default_factory=dict)  # of those that drafted
+    levels: list[int] = field(default_factory=list)  # nodes that the draft was fed, pass by pass
+    took: Took = field(default_factory=Took)
+    _level_shares: dict[Text, float] = field(default_factory=dict)  # seconds
+
+    @classmethod
+    def of(cls, texts: list[Text], draft: SeatEngine | None, experience: Experience) -> Growth:
+        start = time.perf_counter()
+        growth = cls()
+        asking: dict[Text, Generator[Asked, Told, Grown]] = {}
+        for text in texts:
+            prices = experience.prices(cost_of(text), len(texts))
+            if text.config.mode == "auto" and not text.appetite.wants():
+                growth.grown[text] = text.going.ungrown()
+            else:
+                growth.prices[text] = prices
+                asking[text] = text.going.growing(prices)
+        growth._together(asking, draft)
+        growth.took.grow = time.perf_counter() - start - growth.took.levels
+        return growth
+
+    def _together(self, asking: dict[Text, Generator[Asked, Told, Grown]], draft: SeatEngine | None) -> None:
+        answers: dict[Text, Told | None] = dict.fromkeys(asking)
+        while answers:
+            asked: dict[Text, Asked] = {}
+            for text, answer in answers.items():
+                try:
+                    asked[text] = next(asking[text]) if answer is None else asking[text].send(answer)
+                except StopIteration as done:
+                    self.grown[text] = done.value
+            answers = {}
+            if asked and draft is not None:
+                start = time.perf_counter()
+                answers = dict(zip(asked, draft.run([part_of(one) for one in asked.values()]), strict=True))
+                seconds = time.perf_counter() - start
+                self.took.levels += seconds
+                self.levels.append(sum(len(one.tokens) for one in asked.values()))
+                for text, one in asked.items():
+                    share = seconds * len(one.tokens) / self.levels[-1]
+                    self._level_shares[text] = self._level_shares.get(text, 0.0) + share
+
+    def learn(self, text: Text, step: Step) -> None:
+        """How well a text's graph did."""
+        if text in self.prices and text.config.mode == "auto" and isinstance(self.prices[text].cost, MeasuredCost):
+            spent = self._level_shares.get(text, 0.0)
+            text.appetite.learn(len(step.tokens) - 1, len(step.tree), spent, self.prices[text])
+
+
+def part_of(asked: Asked) -> Part:
+    seat: Any = asked.engine
+    return Part(seat, asked.tokens, asked.depths, asked.visible)
+
+
+def cost_of(text: Text) -> Any:
+    """The prices for a text of its length, alone."""
+    cost = text.going.cost
+    return cost.at(text.length) if isinstance(cost, MeasuredCost) else cost
+
+
+def checked_nodes(growth: Growth) -> int:
+    return int(np.sum([len(one.tree) for one in growth.grown.values()]))

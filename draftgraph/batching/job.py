@@ -1,0 +1,75 @@
+"""What somebody asks for, and what he is told step by step: plain data, fit for a wire."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from draftgraph.errors import UsageError
+
+Finish = Literal["stop", "length", "cancelled", "deadline", "error"]
+Kind = Literal["usage", "overloaded", "memory", "engine"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt of token ids, and how to continue it."""
+
+    id: str
+    tokens: tuple[int, ...]
+    tenant: str = ""  # whose prompts and answers may be reused
+    max_tokens: int = 256  # 0: only the prompt is scored
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: some seed
+    sample: int = 0  # which of several answers with one seed
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # alternatives told of every new token; 0: its own log-probability alone
+    prompt_logprobs: int | None = None  # the same for the prompt
+    grammar: dict[str, Any] | None = None  # what the answer must conform to
+    config: dict[str, Any] = field(default_factory=dict)  # fields of GraphConfig
+    trace: bool = False  # tell the graph of every step
+    deadline: float | None = None  # seconds
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Job:
+        unknown = given.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise UsageError(f"a job has no field {sorted(unknown)[0]!r}")
+        bias = {int(token): float(value) for token, value in given.get("logit_bias", {}).items()}
+        lists: dict[str, Any] = {name: tuple(given[name]) for name in ("tokens", "stop_token_ids") if name in given}
+        values: dict[str, Any] = {**given, **lists, "logit_bias": bias}
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Progress:
+    """What happened to a job in one step."""
+
+    id: str
+    tokens: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # of each token; "target": the one that nobody proposed
+    logprobs: list[dict[str, Any]] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    finish_reason: Finish | None = None
+    error: dict[str, str] | None = None
+    step: dict[str, Any] | None = None
+    stats: dict[str, Any] | None = None  # with the last
+
+    @classmethod
+    def failed(cls, id: str, kind: Kind, message: str) -> Progress:
+        return cls(id, finish_reason="error", error={"kind": kind, "message": message})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without what is not there."""
+        return {name: value for name, value in vars(self).items() if value is not None}

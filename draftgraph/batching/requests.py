@@ -1,0 +1,118 @@
+"""From a job to the request that `generate` would make of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+from draftgraph.batching.job import Job
+from draftgraph.config import GraphConfig
+from draftgraph.errors import UsageError
+from draftgraph.generation import Request, prepare, stop_ids_of
+
+CONFIG_FIELDS = ("mode", "k", "tau", "theta_prob", "theta_sib", "max_nodes", "max_depth", "chain_length")
+
+RANGES = {
+    "max_tokens": (0, 2**31),
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, 2**31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+
+
+class CountPenalties(LogitsProcessor):
+    """OpenAI's: what the answer has said before is less likely, once for being there and once for every time."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens, counts = input_ids[0, self.prompt_length :].unique(return_counts=True)
+        penalties = self.presence + self.frequency * counts.to(scores.dtype)
+        return scores.index_add(1, tokens, -penalties[None])
+
+
+class Bias(LogitsProcessor):
+    """Added to the scores of some tokens."""
+
+    def __init__(self, bias: dict[int, float]) -> None:
+        self.tokens, self.values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_add(1, self.tokens.to(scores.device), self.values.to(scores)[None])
+
+
+def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Request:
+    """Raises a UsageError where the job asks for what cannot be."""
+    ids = check_tokens(job.tokens, vocabulary)
+    check_numbers(job)
+    check_tokens(tuple(job.logit_bias), vocabulary, "logit_bias")
+    processors = LogitsProcessorList()
+    if job.presence_penalty or job.frequency_penalty:
+        processors.append(CountPenalties(len(ids), job.presence_penalty, job.frequency_penalty))
+    if job.logit_bias:
+        processors.append(Bias(job.logit_bias))
+    if job.grammar is not None:
+        from draftgraph.batching.grammar import Grammar
+
+        processors.append(Grammar.of(job.grammar, tokenizer, len(ids), vocabulary))
+    given: dict[str, Any] = {"max_new_tokens": max(1, job.max_tokens), "do_sample": job.temperature > 0}
+    if job.temperature > 0:
+        warping = {"top_k": job.top_k, "top_p": job.top_p, "min_p": job.min_p or None}
+        given |= {"temperature": job.temperature} | {
+            name: value for name, value in warping.items() if value is not None
+        }
+    given |= {"repetition_penalty": job.repetition_penalty, "logits_processor": processors}
+    if job.stop_token_ids:
+        own = frozenset() if job.ignore_eos else stop_ids_of(target)
+        given["eos_token_id"] = sorted({*job.stop_token_ids, *own})
+    request = prepare(target, torch.tensor([ids], device=target.device), tokenizer, **given)
+    return endless(request) if job.ignore_eos and not job.stop_token_ids else request
+
+
+def endless(request: Request) -> Request:
+    """No token ends it."""
+    criteria = StoppingCriteriaList(one for one in request.criteria if not isinstance(one, EosTokenCriteria))
+    config = copy.copy(request.config)
+    config._eos_token_tensor = None
+    return replace(request, criteria=criteria, config=config)
+
+
+def config_of(job: Job, default: GraphConfig) -> GraphConfig:
+    """What the server was started with, unless the job says otherwise."""
+    if not job.config:
+        return default
+    if unknown := job.config.keys() - set(CONFIG_FIELDS):
+        raise UsageError(f"{sorted(unknown)[0]} is not among {', '.join(CONFIG_FIELDS)}")
+    try:
+        return GraphConfig(**{"mode": default.mode, "cost": default.cost} | job.config)
+    except TypeError as error:
+        raise UsageError(f"not a configuration: {json.dumps(job.config)[:200]}") from error
+
+
+def check_numbers(job: Job) -> None:
+    """What `generate` would pass over in silence."""
+    for name, (low, high) in RANGES.items():
+        if not low <= getattr(job, name) <= high:
+            raise UsageError(f"{name} must be between {low:g} and {high:g}, not {getattr(job, name)}")
+    if job.seed is not None and not 0 <= job.seed < 2**63:
+        raise UsageError(f"seed must be between 0 and 2^63 - 1, not {job.seed}")
+
+
+def check_tokens(tokens: tuple[int, ...], vocabulary: int, what: str = "the prompt") -> list[int]:
+    if not tokens and what == "the prompt":
+        raise UsageError("the prompt is empty: give at least one token")
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise UsageError(f"{what} has token {token}, which is not in the vocabulary of {vocabulary}")
+    return list(tokens)

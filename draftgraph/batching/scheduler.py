@@ -1,0 +1,225 @@
+"""Jobs of many people: who is let in, who has waited too long, and what each is told after every step."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftgraph.batching.batch import TEXTS, Batch
+from draftgraph.batching.job import Finish, Job, Progress
+from draftgraph.batching.requests import config_of, request_of
+from draftgraph.batching.text import Text
+from draftgraph.choose import Outputs
+from draftgraph.config import GraphConfig
+from draftgraph.decoder import fresh_seed
+from draftgraph.drafting.past import Past
+from draftgraph.engine.pages import OutOfPages
+from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.pair import Pair
+from draftgraph.trace import Step
+
+
+class Overloaded(DraftGraphError):
+    """Too many wait already: try again later."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is taken on at a time."""
+
+    texts: int = TEXTS  # answered together
+    waiting: int = 256  # jobs besides
+    slots: int | None = None  # tokens that keys and values are kept of; None: as memory allows
+    past_tokens: int = 0  # of past answers that new ones may copy from, of each tenant; 0: none
+    tenants: int = 64  # whose past is kept
+
+
+@dataclass(eq=False)
+class Task:
+    """A job under way."""
+
+    job: Job
+    text: Text
+    submitted: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first_token: float | None = None
+    prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=lambda: [None])
+
+    @property
+    def late(self) -> bool:
+        return self.job.deadline is not None and time.monotonic() - self.submitted > self.job.deadline
+
+
+class Scheduler:
+    """Answers jobs with one pair."""
+
+    def __init__(self, pair: Pair, limits: Limits | None = None, config: GraphConfig | None = None) -> None:
+        self.pair, self.limits = pair, limits or Limits()
+        self.config = config or pair.config
+        self.batch = Batch(pair.decoder, self.limits.slots, self.limits.texts)
+        self.vocabulary = int(pair.target.get_input_embeddings().weight.shape[0])
+        self._tasks: dict[str, Task] = {}
+        self._by_text: dict[Text, Task] = {}
+        self._pasts: OrderedDict[str, Past] = OrderedDict()
+        self._steps = 0
+        self._seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.batch.busy
+
+    def submit(self, job: Job) -> None:
+        if job.id in self._tasks:
+            raise UsageError(f"a job with the id {job.id!r} is under way")
+        if len(self.batch.waiting) >= self.limits.waiting:
+            raise Overloaded(f"{self.limits.waiting} requests are waiting already: try again later")
+        request = request_of(job, self.pair.target, self.pair.tokenizer, self.vocabulary)
+        if not self.batch.could_hold(request.max_length + 1):
+            raise UsageError(f"{request.max_length} tokens are more than there is room for: ask for fewer")
+        outputs = Outputs(keep_logprobs=job.logprobs is not None, alternatives=job.logprobs or 0)
+        seed = fresh_seed() if job.seed is None else job.seed
+        past = self._past_of(job.tenant)
+        text = Text(request, seed, config_of(job, self.config), job.sample, outputs, job.tenant, past)
+        task = Task(job, text)
+        if job.prompt_logprobs is not None:
+            text.on_prompt = lambda logits: self._score_prompt(task, logits)
+        self._tasks[job.id] = self._by_text[text] = task
+        self.batch.add(text)
+
+    def cancel(self, id: str) -> None:
+        if task := self._tasks.get(id):
+            self._drop(task)
+
+    def step(self) -> list[Progress]:
+        """One pass for everybody."""
+        told = [self._ended(task, "deadline") for task in list(self._tasks.values()) if task.late]
+        start = time.monotonic()
+        taken = self.batch.step()
+        self._steps += bool(taken)
+        self._seconds += time.monotonic() - start
+        for text, step in taken:
+            if (task := self._by_text.get(text)) is not None:
+                told.append(self._progress(task, step))
+        for text in [text for text in self.batch.running if text.began]:  # nothing but their prompts was asked for
+            if not self._by_text[text].job.max_tokens:
+                told.append(self._ended(self._by_text[text], "length"))
+        return told
+
+    def figures(self) -> dict[str, Any]:
+        batch = self.batch
+        return {
+            "running": len(batch.running),
+            "waiting": len(batch.waiting),
+            "slots_used": batch.target.used,
+            "slots_total": batch.target.slots,
+            "steps": self._steps,
+            "seconds": self._seconds,
+        }
+
+    def _progress(self, task: Task, step: Step | None) -> Progress:
+        if task.text.failure is not None:
+            return self._failed(task, task.text.failure)
+        assert step is not None
+        now = time.monotonic()
+        told = Progress(task.job.id, list(step.tokens), sources_of(step))
+        outputs = task.text.outputs
+        if outputs.keep_logprobs:
+            newest = slice(len(outputs.logprobs) - len(step.tokens), None)
+            pairs = zip(outputs.logprobs[newest], outputs.best[newest], strict=True)
+            told.logprobs = [{"logprob": own, "top": [list(one) for one in best]} for own, best in pairs]
+        if task.first_token is None:
+            task.first_token = now
+            told.prompt_logprobs = self._prompt_logprobs(task)
+        if task.job.trace:
+            told.step = traced(step, self.batch.took.in_all)
+        if step.finish_reason is not None:
+            told.finish_reason, told.stats = step.finish_reason, self._stats(task)  # type: ignore[assignment]
+            if task.text.past is not None:
+                task.text.past.add(task.text.going.new_tokens)
+            self._forget(task)
+        return told
+
+    def _ended(self, task: Task, reason: Finish) -> Progress:
+        told = Progress(task.job.id, finish_reason=reason, stats=self._stats(task))
+        told.prompt_logprobs = self._prompt_logprobs(task) if reason == "length" else None
+        self._drop(task)
+        return told
+
+    def _failed(self, task: Task, failure: Exception) -> Progress:
+        self._forget(task)
+        message = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+        if isinstance(failure, OutOfPages | torch.OutOfMemoryError):
+            return Progress.failed(task.job.id, "memory", "there is no memory left for this request: try again later")
+        if isinstance(failure, UsageError):
+            return Progress.failed(task.job.id, "usage", message)
+        return Progress.failed(task.job.id, "engine", f"{type(failure).__name__}: {message}")
+
+    def _past_of(self, tenant: str) -> Past | None:
+        """The tenant's own, and nobody else's."""
+        if not self.limits.past_tokens:
+            return None
+        past = self._pasts.pop(tenant, None) or Past(self.limits.past_tokens)
+        self._pasts[tenant] = past
+        while len(self._pasts) > self.limits.tenants:
+            self._pasts.popitem(last=False)
+        return past
+
+    def _drop(self, task: Task) -> None:
+        self.batch.remove(task.text)
+        self._forget(task)
+
+    def _forget(self, task: Task) -> None:
+        self._tasks.pop(task.job.id, None)
+        self._by_text.pop(task.text, None)
+
+    def _stats(self, task: Task) -> dict[str, Any]:
+        decoding, now = task.text.decoding, time.monotonic()
+        found = decoding.stats.to_dict() if decoding is not None else {}
+        first = (task.first_token or now) - task.submitted
+        times = {"first_token_seconds": first, "seconds_in_all": now - task.submitted}
+        return found | times | {"reused_tokens": task.text.reused}
+
+    def _score_prompt(self, task: Task, logits: Tensor) -> None:
+        """Of a piece of the prompt: what the model thought of the tokens that follow."""
+        known, prompt = task.prompt_logprobs, task.job.tokens
+        following = prompt[len(known) : len(known) + len(logits)]
+        known.extend(told_logprobs(logits, following, task.job.prompt_logprobs or 0))
+
+    def _prompt_logprobs(self, task: Task) -> list[dict[str, Any] | None] | None:
+        return task.prompt_logprobs if task.job.prompt_logprobs is not None else None
+
+
+def sources_of(step: Step) -> list[str]:
+    found = [step.tree.sources[node] for node in step.path]
+    return [*found, *(["target"] * (len(step.tokens) - len(found)))]
+
+
+def traced(step: Step, seconds: float) -> dict[str, Any]:
+    """A step's tree, for a picture."""
+    tree, accepted = step.tree, {0, *step.path}
+    first: dict[int, int] = {}
+    merges = []
+    for place, node in enumerate(map(int, tree.nodes)):
+        here = step.graph.canonical[node]
+        if here in first:
+            merges.append([first[here], place])
+        first.setdefault(here, place)
+    names = ("token", "parent", "depth", "source", "score")
+    numbers = (tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist(), tree.sources, tree.scores.tolist())
+    rows = enumerate(zip(*numbers, strict=True))
+    nodes = [dict(zip(names, row, strict=True)) | {"accepted": place in accepted} for place, row in rows]
+    return {"position": step.position, "nodes": nodes, "merges": merges, "tokens": step.tokens, "seconds": seconds}
+
+
+def told_logprobs(logits: Tensor, tokens: Any, alternatives: int) -> list[dict[str, Any]]:
+    """Of the token chosen at every row, and of the best ones."""
+    found = torch.log_softmax(logits.float(), dim=-1)
+    best = found.topk(alternatives)
+    chosen = found[range(len(tokens)), list(tokens)]
+    rows = zip(chosen.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [{"logprob": own, "top": [list(one) for one in zip(*pairs, strict=True)]} for own, *pairs in rows]

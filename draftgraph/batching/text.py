@@ -1,0 +1,132 @@
+"""One text of a batch: where it is read, and how far it has got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from draftgraph.batching.seats import SeatEngine
+from draftgraph.batching.sharing import Appetite, Took
+from draftgraph.choose import Outputs, Scored
+from draftgraph.config import GraphConfig
+from draftgraph.decoder import GraphDecoder
+from draftgraph.decoding import Decoding
+from draftgraph.drafting.growers import Grown
+from draftgraph.drafting.model import ModelProposer
+from draftgraph.drafting.past import Past
+from draftgraph.engine.packed import Part
+from draftgraph.generation import Request
+from draftgraph.trace import Step
+
+
+@dataclass(eq=False)
+class Text:
+    """A text to be continued among others."""
+
+    request: Request
+    seed: int
+    config: GraphConfig
+    sample: int = 0
+    outputs: Outputs = field(default_factory=Outputs)
+    tenant: str = ""  # it may begin with what this one's texts left behind
+    past: Past | None = None  # it may copy from
+    on_prompt: Callable[[Tensor], None] | None = None  # is given the logits of every piece of the prompt
+    decoding: Decoding | None = None
+    failure: Exception | None = None
+    reused: int = 0  # tokens that did not have to be read
+    began: bool = False  # it has been read: it takes steps
+    appetite: Appetite = field(default_factory=Appetite)
+
+    @property
+    def going(self) -> Decoding:
+        assert self.decoding is not None
+        return self.decoding
+
+    @property
+    def done(self) -> bool:
+        return self.failure is not None or (self.decoding is not None and self.decoding.finish_reason is not None)
+
+    @property
+    def length(self) -> int:
+        return len(self.decoding.text) if self.decoding else int(self.request.input_ids.shape[1])
+
+    @property
+    def seat(self) -> Any:
+        """Its place in the target."""
+        return self.going.target
+
+    @property
+    def draft(self) -> ModelProposer | None:
+        draft = self.going.draft
+        assert draft is None or isinstance(draft, ModelProposer)
+        return draft
+
+    @property
+    def seats(self) -> list[Any]:
+        return [self.seat, *([self.draft.engine] if self.draft else [])]
+
+    def open(self, decoder: GraphDecoder, target: SeatEngine, draft: SeatEngine | None) -> None:
+        """Takes places, where something of it may be known already."""
+        if self.decoding is None:
+            drafts = draft is not None and self.config.drafts
+            seated = decoder.seated(target.open(self.tenant), draft.open(self.tenant) if draft and drafts else None)
+            self.decoding = seated.begun(self.request, 0, self.seed, self.outputs, self.config, self.sample)
+            if self.decoding.sources.copied is not None:
+                self.decoding.sources.copied.past = self.past
+        known, found = self.going.text[:-1], []
+        for seat, tokens in zip(self.seats, (known, self.draft.as_read(known) if self.draft else []), strict=False):
+            seat.expected = self.going.request.max_length + self.config.nodes
+            seat.begin(len(self.going.text), False)
+            if self.on_prompt is None:
+                found.append(seat.begin_with(tokens, self.going.text[-1]))
+        self.reused = found[0] if found else 0
+
+    def close(self) -> None:
+        self.began = False
+        for seat in self.seats:
+            seat.close()
+
+    def begin(self) -> None:
+        """All but its last token has been read."""
+        for seat in self.seats:
+            seat.settle()
+        self.going.begin()
+        self.began = True
+
+    def piece(self, most: int) -> Part | None:
+        """What is to be read next, of the prompt."""
+        start = len(self.seat.text)
+        unread = self.going.text[start : min(start + most, len(self.going.text) - 1)]
+        return Part.of_text(self.seat, unread, self.on_prompt is not None) if unread else None
+
+    def draft_piece(self, most: int) -> Part | None:
+        """The same for the draft."""
+        if self.draft is None:
+            return None
+        start = len(self.draft.engine.text)
+        unread = self.draft.as_read(self.going.text[start : min(start + most, len(self.going.text) - 1)])
+        seat: Any = self.draft.engine
+        return Part.of_text(seat, unread) if unread else None
+
+    def read(self, part: Part, logits: Tensor) -> None:
+        """A piece of the prompt is text now."""
+        part.commit()
+        if self.on_prompt is not None:
+            self.on_prompt(logits)
+
+    def walk(self, grown: Grown, logits: Tensor) -> Step:
+        """What the target made of its graph."""
+        decoding = self.going
+        grown.tree.index()
+        remembers = decoding.sources.recycled is not None and not self.appetite.pausing
+        scored = Scored(logits, decoding.target.rank(logits) if remembers else None)
+        return decoding.commit(grown, scored, decoding.walk(grown.tree, scored))
+
+    def spend(self, took: Took) -> None:
+        seconds = self.going.stats.seconds
+        seconds["draft"] += took.grow + took.levels
+        seconds["verify"] += took.verify
+        seconds["other"] += took.other

@@ -1,0 +1,270 @@
+"""Jobs of many people: what each is told, who is refused, and who sees whose."""
+
+import json
+import time
+
+import pytest
+import torch
+from cli_tools import save_tiny_model
+from families import VOCAB, perturbed, target_of
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from draftgraph import GraphConfig
+from draftgraph.batching import Job, Limits, Overloaded, Progress, Scheduler
+from draftgraph.drafting.past import Past
+from draftgraph.engine.pages import PAGE
+from draftgraph.errors import UsageError
+from draftgraph.pair import Pair
+
+LIMITS = Limits(texts=4, waiting=8, slots=4096)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = target_of("llama", dtype=torch.float64)
+    return Pair(target, perturbed(target), None, GraphConfig(cost="flat"))
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A pair with a tokenizer."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    return Pair(LlamaForCausalLM.from_pretrained(folder).eval(), None, AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.fixture
+def scheduler(pair):
+    return Scheduler(pair, LIMITS)
+
+
+def answers(scheduler, *jobs, steps=2000):
+    """All progress, by job."""
+    for job in jobs:
+        scheduler.submit(job)
+    told: dict[str, list[Progress]] = {job.id: [] for job in jobs}
+    for _ in range(steps):
+        if not scheduler.busy:
+            break
+        for one in scheduler.step():
+            told.setdefault(one.id, []).append(one)
+            json.dumps(one.to_dict())
+    assert not scheduler.busy
+    assert scheduler.figures()["slots_used"] == 0
+    return told
+
+
+def tokens(progress):
+    return [token for one in progress for token in one.tokens]
+
+
+def test_progress_tells_tokens_sources_and_the_end(scheduler):
+    told = answers(scheduler, Job("a", tuple(range(9)) * 4, max_tokens=20))["a"]
+    assert len(tokens(told)) == 20
+    for one in told:
+        assert len(one.sources) == len(one.tokens)
+        assert set(one.sources) <= {"target", "draft", "merged", "copied", "recycled"}
+    assert [one.finish_reason for one in told] == [None] * (len(told) - 1) + ["length"]
+    assert told[-1].stats["new_tokens"] == 20 and told[-1].stats["prompt_tokens"] == 36
+    assert told[-1].stats["first_token_seconds"] > 0
+
+
+def test_samples_of_one_seed_differ_and_repeat(scheduler):
+    jobs = [Job(f"{sample}", (1, 2, 3), max_tokens=12, temperature=1.0, seed=5, sample=sample) for sample in range(3)]
+    first = {id: tokens(told) for id, told in answers(scheduler, *jobs).items()}
+    again = {id: tokens(told) for id, told in answers(scheduler, *jobs).items()}
+    assert first == again
+    assert len({tuple(found) for found in first.values()}) == 3
+
+
+def test_logprobs_are_those_of_the_target(pair, scheduler):
+    job = Job("a", (1, 2, 3, 4), max_tokens=6, logprobs=3)
+    told = answers(scheduler, job)["a"]
+    found = [entry for one in told for entry in one.logprobs]
+    text = [*job.tokens, *tokens(told)]
+    with torch.no_grad():
+        expected = torch.log_softmax(pair.target(torch.tensor([text])).logits[0].float(), -1)
+    for place, entry in enumerate(found, start=len(job.tokens) - 1):
+        assert entry["logprob"] == pytest.approx(expected[place, text[place + 1]].item(), abs=1e-5)
+        best = expected[place].topk(3)
+        assert [pair[0] for pair in entry["top"]] == best.indices.tolist()
+        assert [pair[1] for pair in entry["top"]] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_a_prompt_can_be_scored(pair, scheduler, max_tokens):
+    prompt = tuple(number * 5 % VOCAB for number in range(3 * PAGE))
+    answers(scheduler, Job("before", prompt, max_tokens=1))  # known tokens must be scored all the same
+    [first, *rest] = answers(scheduler, Job("a", prompt, max_tokens=max_tokens, prompt_logprobs=1))["a"]
+    assert len(tokens([first, *rest])) == max_tokens
+    with torch.no_grad():
+        expected = torch.log_softmax(pair.target(torch.tensor([prompt])).logits[0].float(), -1)
+    assert first.prompt_logprobs[0] is None and len(first.prompt_logprobs) == len(prompt)
+    for place, entry in enumerate(first.prompt_logprobs[1:]):
+        assert entry["logprob"] == pytest.approx(expected[place, prompt[place + 1]].item(), abs=1e-5)
+        assert entry["top"][0][0] == int(expected[place].argmax())
+
+
+def test_penalties_and_bias_do_what_openai_says(pair, scheduler):
+    plain = tokens(answers(scheduler, Job("a", (1, 2, 3), max_tokens=30))["a"])
+    penalised = Job("b", (1, 2, 3), max_tokens=30, presence_penalty=2.0, frequency_penalty=1.0)
+    text = [1, 2, 3]
+    with torch.no_grad():
+        for _ in range(30):
+            logits = pair.target(torch.tensor([text])).logits[0, -1].float()
+            for token in set(text[3:]):
+                logits[token] -= 2.0 + 1.0 * text[3:].count(token)
+            text.append(int(logits.argmax()))
+    assert tokens(answers(scheduler, penalised)["b"]) == text[3:] != plain
+    forced = answers(scheduler, Job("c", (1, 2, 3), max_tokens=5, logit_bias={7: 100.0}))["c"]
+    assert tokens(forced) == [7] * 5
+
+
+def test_stop_tokens_and_ignored_ones(pair, scheduler):
+    plain = tokens(answers(scheduler, Job("a", (1, 2, 3), max_tokens=30))["a"])
+    stop = plain[4]
+    told = answers(scheduler, Job("b", (1, 2, 3), max_tokens=30, stop_token_ids=(stop,)))["b"]
+    assert told[-1].finish_reason == "stop"
+    assert tokens(told) == plain[: plain.index(stop) + 1]
+    pair.target.generation_config.eos_token_id = stop
+    try:
+        ended = answers(scheduler, Job("c", (1, 2, 3), max_tokens=30))["c"]
+        assert tokens(ended) == tokens(told)
+        assert tokens(answers(scheduler, Job("d", (1, 2, 3), max_tokens=30, ignore_eos=True))["d"]) == plain
+    finally:
+        pair.target.generation_config.eos_token_id = None
+
+
+def test_a_job_may_ask_for_a_mode_and_its_trace(scheduler):
+    config = {"mode": "graph", "k": 2, "theta_prob": 0.0, "theta_sib": 0.0}
+    told = answers(scheduler, Job("a", (1, 2, 3) * 5, max_tokens=12, config=config, trace=True))["a"]
+    steps = [one.step for one in told]
+    assert any(len(step["nodes"]) > 3 for step in steps)
+    for one, step in zip(told, steps, strict=True):
+        assert step["nodes"][0]["parent"] == -1 and step["nodes"][0]["accepted"]
+        accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
+        assert accepted == one.tokens[: len(accepted)] and len(one.tokens) - len(accepted) <= 1
+        assert all(0 <= node["parent"] < place for place, node in enumerate(step["nodes"][1:], start=1))
+        for first, second in step["merges"]:
+            assert step["nodes"][first]["token"] == step["nodes"][second]["token"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": ()}, "the prompt is empty"),
+        ({"tokens": (VOCAB,)}, f"token {VOCAB}, which is not in the vocabulary of {VOCAB}"),
+        ({"tokens": (-1,)}, "token -1"),
+        ({"max_tokens": 5000}, "context window"),
+        ({"temperature": 1.0, "top_p": 7.0}, "top_p"),
+        ({"config": {"mode": "fast"}}, "mode must be one of"),
+        ({"config": {"cost": "flat"}}, "cost is not among"),
+        ({"config": {"k": "two"}}, "k must be"),
+        ({"logit_bias": {99: 1.0}}, "logit_bias has token 99"),
+        ({"grammar": {"type": "regex"}}, "'regex' is not known"),
+    ],
+)
+def test_wrong_jobs_are_refused_in_one_line(scheduler, wrong, message):
+    with pytest.raises(UsageError, match=message) as found:
+        scheduler.submit(Job(**{"id": "a", "tokens": (1, 2, 3)} | wrong))
+    assert "\n" not in str(found.value)
+    assert not scheduler.busy
+
+
+def test_too_many_jobs_are_refused(scheduler):
+    for number in range(LIMITS.waiting):
+        scheduler.submit(Job(str(number), (1, 2), max_tokens=2))
+    with pytest.raises(Overloaded, match="8 requests are waiting already"):
+        scheduler.submit(Job("late", (1, 2)))
+    with pytest.raises(UsageError, match="under way"):
+        Scheduler.submit(scheduler, Job("0", (1, 2)))
+    answers(scheduler)
+
+
+def test_cancelled_jobs_are_forgotten_at_once(scheduler):
+    for number in range(6):
+        scheduler.submit(Job(str(number), (1, 2, 3), max_tokens=50))
+    scheduler.step()
+    for id in ("1", "5", "unknown"):  # one runs, one waits
+        scheduler.cancel(id)
+    told = answers(scheduler)
+    assert set(told) == {"0", "2", "3", "4"}
+
+
+def test_a_deadline_ends_a_job(scheduler):
+    scheduler.submit(Job("late", (1, 2, 3), max_tokens=2000, deadline=0.05))
+    scheduler.step()
+    time.sleep(0.06)
+    [*_, last] = answers(scheduler, Job("other", (1, 2, 3), max_tokens=3))["late"]
+    assert last.finish_reason == "deadline" and last.stats is not None
+
+
+def test_jobs_travel_as_json():
+    job = Job(
+        "a", (1, 2), logit_bias={3: 1.5}, stop_token_ids=(4,), config={"mode": "off"}, grammar={"type": "json_object"}
+    )
+    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
+    with pytest.raises(UsageError, match="no field 'colour'"):
+        Job.from_dict({"id": "a", "tokens": [1], "colour": "red"})
+
+
+class TestPast:
+    def test_past_answers_are_copied_by_their_own_tenant_alone(self, pair):
+        scheduler = Scheduler(pair, Limits(texts=2, slots=4096, past_tokens=1000), GraphConfig(cost="flat"))
+        job = {"tokens": (1, 2, 3), "max_tokens": 40, "temperature": 1.0, "seed": 1}
+        first = answers(scheduler, Job("first", tenant="anna", **job))["first"]
+        again = answers(scheduler, Job("again", tenant="anna", **job))["again"]
+        other = answers(scheduler, Job("other", tenant="bob", **job))["other"]
+        assert tokens(first) == tokens(again) == tokens(other)
+        assert len(again) < min(len(first), len(other)) - 5
+        assert {tenant: past.tokens for tenant, past in scheduler._pasts.items()} == {"anna": 80, "bob": 40}
+
+    def test_it_is_bounded(self):
+        past = Past(100)
+        for start in range(50):
+            past.add(range(start, start + 7))
+            assert past.tokens <= 100
+        past.add(range(1000))
+        assert past.tokens <= 100
+
+    def test_old_answers_are_forgotten_last_ones_found(self):
+        past = Past(40)
+        past.add([1, 2, 3, 4])
+        past.add(range(100, 130))
+        past.add(range(200, 215))
+        assert max(one.length for one in past.matches([1, 2, 3])) == 0
+        assert max(one.length for one in past.matches([9, 200, 201])) == 2
+
+    def test_tenants_are_bounded(self, pair):
+        scheduler = Scheduler(pair, Limits(texts=2, slots=4096, past_tokens=100, tenants=3))
+        for number in range(10):
+            answers(scheduler, Job(str(number), (1, 2), tenant=str(number), max_tokens=2))
+        assert len(scheduler._pasts) == 3
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class TestGrammar:
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_answers_conform_to_a_schema(self, speaking, temperature):
+        scheduler = Scheduler(speaking, Limits(texts=2, slots=4096), GraphConfig(cost="flat"))
+        prompt = tuple(speaking.tokenizer("the cat sat")["input_ids"])
+        jobs = [Job(str(seed), prompt, max_tokens=200, temperature=temperature, seed=seed) for seed in range(3)]
+        schema = {"type": "json_schema", "schema": SCHEMA}
+        ends = tuple(speaking.tokenizer.convert_tokens_to_ids(["<|end|>"]))
+        jobs = [Job(**vars(job) | {"grammar": schema, "stop_token_ids": ends}) for job in jobs]
+        for told in answers(scheduler, *jobs).values():
+            assert told[-1].finish_reason == "stop", told[-1]
+            found = json.loads(speaking.tokenizer.decode(tokens(told), skip_special_tokens=True))
+            assert set(found) == {"name", "age"} and isinstance(found["age"], int) and len(found["name"]) <= 5
+
+    def test_a_schema_that_cannot_be_used_is_refused(self, speaking):
+        scheduler = Scheduler(speaking, Limits(texts=2, slots=4096))
+        for schema in ({"type": "nonsense"}, [1, 2]):
+            with pytest.raises(UsageError, match="JSON schema"):
+                scheduler.submit(Job("a", (1, 2), grammar={"type": "json_schema", "schema": schema}))
