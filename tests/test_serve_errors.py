@@ -174,6 +174,18 @@ def test_unknown_fields_are_ignored(server):
     assert post(server, HELLO | more).status_code == 200
 
 
+def test_messages_name_what_is_wrong(server):
+    refused(post(server, HELLO | {"stream_options": {}}), 400, "stream_options is only for requests with stream: true")
+    refused(post(server, HELLO | {"x": [[[[]]] * 9] * 9, "tools": [{"a": nested(70)}]}), 400, "64 objects and lists")
+    refused(post(server, b"[]"), 400, "must be a JSON object")
+    refused(post(server, b'{"messages": }'), 400, "not JSON")
+    refused(post(server, HELLO | {"top_p": 7}), 400, "top_p: Input should be less than or equal to 1")
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
 def test_fields_may_be_null(server):
     names = ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "logprobs", "stream", "tools")
     names += ("top_logprobs", "user", "response_format", "stream_options", "draftgraph", "tool_choice", "model")

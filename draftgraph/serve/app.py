@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from draftgraph import __version__
-from draftgraph.serve import docs_page, errors
+from draftgraph.serve import docs_page, errors, playground
 from draftgraph.serve.chat import ChatForm, chat_generation
 from draftgraph.serve.completions import CompletionForm, completion_generation
 from draftgraph.serve.engine import Engine
@@ -56,10 +56,18 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
         yield
         await engine.stop()
 
-    app = FastAPI(title="draftgraph", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="draftgraph",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.include_router(status_routes(settings, server, ERRORS))
     add_generation_routes(app, settings, server)
     docs_page.install(app)
+    playground.mount(app)
     errors.install(app)
     app.add_middleware(BodyLimit, settings=settings)
     app.add_middleware(KeyRequired, keys=Keys(settings.api_keys))

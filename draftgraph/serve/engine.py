@@ -145,6 +145,7 @@ class Engine:
             started = time.monotonic()
             fault = await self._run_once()
             self.ready = self._writer = self.process_id = None
+            self.figures = {}
             self.drop_all("engine", f"the engine failed ({fault}): try again later")
             if self.closing:
                 return
