@@ -1,13 +1,12 @@
 """For tests of the server: a scheduler that needs no model, the process that runs it, and a live server around it."""
 
-import contextlib
 import hashlib
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -240,7 +239,7 @@ def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True) -
 class LiveServer:
     """A server on a free port of this machine, in a thread."""
 
-    def __init__(self, command: list[str] | None = None, **settings: Any) -> None:
+    def __init__(self, command: list[str] | None = None, words: Any = None, **settings: Any) -> None:
         from draftgraph.serve.app import create_app
         from draftgraph.serve.engine import Engine
         from draftgraph.serve.run import server_of
@@ -249,7 +248,7 @@ class LiveServer:
         fast = {"model_name": "fake", "restart_wait": 0.05, "port": 0, "grace": 5.0}
         self.settings = ServerSettings(**fast | settings)
         self.engine = Engine(command or fake_command(), self.settings)
-        self.app = create_app(self.settings, self.engine, tokenizer())
+        self.app = create_app(self.settings, self.engine, words or tokenizer())
         self.server = server_of(self.app, self.settings, self.engine)
         self.thread = threading.Thread(target=self.server.run)
 
@@ -266,8 +265,11 @@ class LiveServer:
         self.thread.join(30)
         assert not self.thread.is_alive()
 
+    def wait_until_away(self) -> None:
+        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 503)
+
     def wait_until_ready(self) -> None:
-        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200)
+        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, 120)
 
     def figures(self) -> dict[str, float]:
         """What /metrics says, by name and labels."""
@@ -287,9 +289,3 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < over, "waited too long"
         time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def live_server(**options: Any) -> Iterator[LiveServer]:
-    with LiveServer(**options) as server:
-        yield server
