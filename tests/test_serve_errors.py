@@ -94,6 +94,7 @@ def post(server, body, path=CHAT, **more) -> httpx.Response:
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
         ({"draftgraph": {"mode": "magic"}}, "draftgraph"),
         ({"draftgraph": {"k": 0}}, "draftgraph"),
+        ({"draftgraph": {"max_nodes": 10**9}}, "draftgraph"),
         ({"draftgraph": {"theta_prob": 2}}, "draftgraph"),
     ],
 )

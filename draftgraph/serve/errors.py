@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from draftgraph.serve.engine import Failure
+from draftgraph.serve.submission import Failure
 
 RETRY_SECONDS = "1"
 SERVER_FAULT = "the server failed to answer: its log says more"
