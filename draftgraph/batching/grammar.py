@@ -22,13 +22,15 @@ _vocabularies: weakref.WeakKeyDictionary[Any, Any] = (
 
 
 class Grammar(LogitsProcessor):
-    """Follows one answer."""
+    """Follows one answer, which may end only where the grammar does: `ends` are the tokens that end it."""
 
-    def __init__(self, matcher: Any, prompt_length: int, vocabulary: int) -> None:
-        self.matcher, self.read, self.vocabulary = matcher, prompt_length, vocabulary
+    def __init__(self, matcher: Any, prompt_length: int, ends: frozenset[int]) -> None:
+        self.matcher, self.read, self.ends = matcher, prompt_length, sorted(ends)
 
     @classmethod
-    def of(cls, wanted: dict[str, Any], tokenizer: Any, prompt_length: int, vocabulary: int) -> Grammar:
+    def of(
+        cls, wanted: dict[str, Any], tokenizer: Any, prompt_length: int, vocabulary: int, ends: frozenset[int]
+    ) -> Grammar:
         try:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
@@ -45,7 +47,7 @@ class Grammar(LogitsProcessor):
         matcher = LLMatcher(_vocabularies[tokenizer], grammar)
         if problem := matcher.get_error():
             raise UsageError(f"the JSON schema cannot be used: {problem.strip().splitlines()[0]}")
-        return cls(matcher, prompt_length, vocabulary)
+        return cls(matcher, prompt_length, ends)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         new = input_ids[0, self.read :].tolist()
@@ -56,4 +58,5 @@ class Grammar(LogitsProcessor):
         allowed = np.unpackbits(bits, bitorder="little")[: scores.shape[1]].astype(bool)
         seen = torch.zeros(scores.shape[1], dtype=torch.bool)
         seen[: len(allowed)] = torch.from_numpy(allowed)
+        seen[self.ends] = self.matcher.is_accepting()
         return scores.masked_fill(~seen.to(scores.device), -torch.inf)

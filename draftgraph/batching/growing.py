@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from draftgraph.batching.seats import SeatEngine
-from draftgraph.batching.sharing import Experience, Took
+from draftgraph.batching.sharing import Experience, SharedCost, Took
 from draftgraph.batching.text import Text
 from draftgraph.drafting.growers import Grown
 from draftgraph.drafting.model import Asked, Told
@@ -37,7 +37,7 @@ class Growth:
         asking: dict[Text, Generator[Asked, Told, Grown]] = {}
         for text in texts:
             prices = experience.prices(cost_of(text), len(texts))
-            if text.config.mode == "auto" and not text.appetite.wants():
+            if len(texts) > 1 and text.config.mode == "auto" and not text.appetite.wants():
                 growth.grown[text] = text.going.ungrown()
             else:
                 growth.prices[text] = prices
@@ -68,9 +68,10 @@ class Growth:
 
     def learn(self, text: Text, step: Step) -> None:
         """How well a text's graph did."""
-        if text in self.prices and text.config.mode == "auto" and isinstance(self.prices[text].cost, MeasuredCost):
+        prices = self.prices.get(text)
+        if text.config.mode == "auto" and isinstance(prices, SharedCost) and isinstance(prices.cost, MeasuredCost):
             spent = self._level_shares.get(text, 0.0)
-            text.appetite.learn(len(step.tokens) - 1, len(step.tree), spent, self.prices[text])
+            text.appetite.learn(len(step.tokens) - 1, len(step.tree), spent, prices)
 
 
 def part_of(asked: Asked) -> Part:

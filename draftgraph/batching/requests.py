@@ -65,7 +65,8 @@ def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Reques
     if job.grammar is not None:
         from draftgraph.batching.grammar import Grammar
 
-        processors.append(Grammar.of(job.grammar, tokenizer, len(ids), vocabulary))
+        ends = stop_ids_of(target) | set(job.stop_token_ids)
+        processors.append(Grammar.of(job.grammar, tokenizer, len(ids), vocabulary, ends))
     given: dict[str, Any] = {"max_new_tokens": max(1, job.max_tokens), "do_sample": job.temperature > 0}
     if job.temperature > 0:
         warping = {"top_k": job.top_k, "top_p": job.top_p, "min_p": job.min_p or None}

@@ -93,6 +93,8 @@ class Experience:
 
     def prices(self, cost: Any, texts: int) -> Any:
         """For one of so many."""
+        if texts == 1:
+            return cost
         if not isinstance(cost, MeasuredCost):  # not in seconds: nothing can be compared with it
             return shared(cost, texts, (), (), 0.0)
         checks, levels = (ratios_of(known.get(texts.bit_length(), {})) for known in (self._checks, self._levels))

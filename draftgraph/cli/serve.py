@@ -51,11 +51,17 @@ VLLMMetrics = Annotated[bool, server("Figures of drafting also under vLLM's name
 LogPrompts = Annotated[bool, server("Write what is asked into the log")]
 MaxTexts = Annotated[int, limit("Requests answered together")]
 MaxWaiting = Annotated[int, limit("Requests that may wait besides; further ones get status 429", "N>=0")]
-MaxModelLen = Annotated[int | None, limit("Tokens of a prompt and its answer; left out: all that the model takes", "N>=2")]
+MaxModelLen = Annotated[
+    int | None, limit("Tokens of a prompt and its answer; left out: all that the model takes", "N>=2")
+]
 MaxNewTokens = Annotated[
     int | None, option("Sampling", "Of a chat that names no number; left out: as many as there is room for", "N>=1")
 ]
 Temperature = Annotated[float, option("Sampling", "Of requests that name none; 0: greedy", "N>=0")]
+Slots = Annotated[
+    int | None, limit("Tokens that keys and values are kept of; left out: as half of the free memory allows", "N>=64")
+]
+PastTokens = Annotated[int, limit("Of earlier answers under the same key that new ones may copy from; 0: none", "N>=0")]
 Deadline = Annotated[float, limit("Seconds for one request", "SECONDS")]
 Grace = Annotated[float, limit("Seconds for requests under way when told to stop", "SECONDS")]
 
@@ -74,6 +80,8 @@ def serve(
     max_texts: MaxTexts = 64,
     max_waiting: MaxWaiting = 256,
     max_model_len: MaxModelLen = None,
+    slots: Slots = None,
+    past_tokens: PastTokens = 0,
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = 1.0,
     deadline: Deadline = 600.0,
@@ -85,6 +93,8 @@ def serve(
         ("max_texts", max_texts, 1, None),
         ("max_waiting", max_waiting, 0, None),
         ("max_model_len", max_model_len or 2, 2, None),
+        ("slots", slots or 64, 64, None),
+        ("past_tokens", past_tokens, 0, None),
         ("max_new_tokens", max_new_tokens or 1, 1, None),
         ("temperature", temperature, 0, 100),
         ("deadline", deadline, 0.001, None),
@@ -121,7 +131,7 @@ def serve(
         from draftgraph.serve.model import served_tokenizer
         from draftgraph.serve.run import run
     tokenizer = served_tokenizer(settings.target)
-    limits = {"texts": max_texts, "waiting": max_waiting}
+    limits = {"texts": max_texts, "waiting": max_waiting, "slots": slots, "past_tokens": past_tokens}
     options = {"name": served.model_name, "load": settings.model_arguments(), "graph": graph, "limits": limits}
     run(served, tokenizer, options)
 

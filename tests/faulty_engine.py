@@ -1,0 +1,28 @@
+"""The real engine process, which breaks when a file says how: for tests of what the server makes of it."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from draftgraph.engine.packed import PackedEngine
+from draftgraph.serve import engine_process
+
+ERRORS = {
+    "cuda": lambda: torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+}
+ORDERS = Path(os.environ["FAULTY_ENGINE"])
+sound = PackedEngine._pass
+
+
+def breaking(self, *given):
+    if ORDERS.exists():
+        kind = ORDERS.read_text()
+        ORDERS.unlink()
+        raise ERRORS[kind]()
+    return sound(self, *given)
+
+
+PackedEngine._pass = breaking
+engine_process.main()
