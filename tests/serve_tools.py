@@ -269,7 +269,11 @@ class LiveServer:
         wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 503)
 
     def wait_until_ready(self) -> None:
-        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, 120)
+        wait_until(lambda: self.is_ready(), 120)
+
+    def is_ready(self) -> bool:
+        assert self.engine.failed_to_start is None, self.engine.failed_to_start
+        return httpx.get(f"{self.url}/ready").status_code == 200
 
     def figures(self) -> dict[str, float]:
         """What /metrics says, by name and labels."""

@@ -175,7 +175,7 @@ def test_an_engine_that_is_stuck_does_not_keep_its_clients(monkeypatch):
 
 
 def test_an_engine_that_is_stuck_is_killed_and_started_again():
-    with LiveServer(silence=2.0) as server:
+    with LiveServer(silence=4.0) as server:
         with pytest.raises(openai.InternalServerError, match="signal 9"):
             server.client().completions.create(model="fake", prompt=STUCK)
         answers_again(server)
