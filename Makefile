@@ -21,6 +21,7 @@ test: venv browser lint types wheel
 soak: venv
 	$(BIN)/python benchmarks/soak.py --minutes 30 --clients 64 --requests 512
 	$(BIN)/python benchmarks/soak.py --minutes 10 --clients 16 --requests 64 --questions 32 --model default
+	DRAFTGRAPH_SCHEMA_CASES=5000 DRAFTGRAPH_LOAD_REQUESTS=4096 $(BIN)/python -m pytest tests/test_serve_schema.py tests/test_serve_load.py
 
 venv: $(VENV)/.installed-test
 

@@ -1,13 +1,12 @@
 """For tests of the server: a scheduler that needs no model, the process that runs it, and a live server around it."""
 
-import contextlib
 import hashlib
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -91,8 +90,8 @@ class FakeScheduler:
 
     vocabulary = 320
 
-    def __init__(self, texts: int = 64, waiting: int = WAITING) -> None:
-        self.texts, self.waiting = texts, waiting
+    def __init__(self, texts: int, waiting: int, faulty: bool) -> None:
+        self.texts, self.waiting, self.faulty = texts, waiting, faulty
         self.tasks: dict[str, Task] = {}
         self.steps = self.cancelled = 0
 
@@ -112,6 +111,11 @@ class FakeScheduler:
 
     def step(self) -> list[Told]:
         self.steps += 1
+        if self.faulty:
+            self.do_what_prompts_ask_for()
+        return [Told(self.progress(task)) for task in list(self.tasks.values())]
+
+    def do_what_prompts_ask_for(self) -> None:
         prompts = {token for task in self.tasks.values() for token in task.job.tokens}
         if STUCK_ID in prompts:
             time.sleep(60)
@@ -121,11 +125,10 @@ class FakeScheduler:
             os._exit(3)
         if FAULT_ID in prompts:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return [Told(self.progress(task)) for task in list(self.tasks.values())]
 
     def progress(self, task: Task) -> dict[str, Any]:
         job, start = task.job, task.said
-        if MEMORY_ID in job.tokens:
+        if self.faulty and MEMORY_ID in job.tokens:
             del self.tasks[job.id]
             return failed(job.id, "memory", "there is no memory left")
         if job.deadline is not None and time.monotonic() - task.submitted > job.deadline:
@@ -217,26 +220,26 @@ def failed(id: str, kind: str, message: str) -> dict[str, Any]:
     return {"id": id, "finish_reason": "error", "error": {"kind": kind, "message": message}}
 
 
-def fake_engine(texts: int, waiting: int, descriptor: int) -> None:
+def fake_engine(texts: int, waiting: int, faulty: bool, descriptor: int) -> None:
     """What `engine_process.main` does, with the fake."""
     connection = socket.socket(fileno=descriptor)
     ready = {"model": "fake", "context_window": WINDOW, "vocabulary": FakeScheduler.vocabulary, "draft": True}
 
     def serve() -> None:
-        Loop(connection, FakeScheduler(texts, waiting), FakeJob).run(ready)
+        Loop(connection, FakeScheduler(texts, waiting, faulty), FakeJob).run(ready)
 
     os._exit(telling_faults(connection, serve))
 
 
-def fake_command(texts: int = 64, waiting: int = WAITING) -> list[str]:
-    code = f"import serve_tools, sys; serve_tools.fake_engine({texts}, {waiting}, int(sys.argv[1]))"
+def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True) -> list[str]:
+    code = f"import serve_tools, sys; serve_tools.fake_engine({texts}, {waiting}, {faulty}, int(sys.argv[1]))"
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
 
 
 class LiveServer:
     """A server on a free port of this machine, in a thread."""
 
-    def __init__(self, command: list[str] | None = None, **settings: Any) -> None:
+    def __init__(self, command: list[str] | None = None, words: Any = None, **settings: Any) -> None:
         from draftgraph.serve.app import create_app
         from draftgraph.serve.engine import Engine
         from draftgraph.serve.run import server_of
@@ -245,7 +248,7 @@ class LiveServer:
         fast = {"model_name": "fake", "restart_wait": 0.05, "port": 0, "grace": 5.0}
         self.settings = ServerSettings(**fast | settings)
         self.engine = Engine(command or fake_command(), self.settings)
-        self.app = create_app(self.settings, self.engine, tokenizer())
+        self.app = create_app(self.settings, self.engine, words or tokenizer())
         self.server = server_of(self.app, self.settings, self.engine)
         self.thread = threading.Thread(target=self.server.run)
 
@@ -262,8 +265,15 @@ class LiveServer:
         self.thread.join(30)
         assert not self.thread.is_alive()
 
+    def wait_until_away(self) -> None:
+        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 503)
+
     def wait_until_ready(self) -> None:
-        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200)
+        wait_until(lambda: self.is_ready(), 120)
+
+    def is_ready(self) -> bool:
+        assert self.engine.failed_to_start is None, self.engine.failed_to_start
+        return httpx.get(f"{self.url}/ready").status_code == 200
 
     def figures(self) -> dict[str, float]:
         """What /metrics says, by name and labels."""
@@ -283,9 +293,3 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < over, "waited too long"
         time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def live_server(**options: Any) -> Iterator[LiveServer]:
-    with LiveServer(**options) as server:
-        yield server

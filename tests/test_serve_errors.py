@@ -94,6 +94,7 @@ def post(server, body, path=CHAT, **more) -> httpx.Response:
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
         ({"draftgraph": {"mode": "magic"}}, "draftgraph"),
         ({"draftgraph": {"k": 0}}, "draftgraph"),
+        ({"draftgraph": {"max_nodes": 10**9}}, "draftgraph"),
         ({"draftgraph": {"theta_prob": 2}}, "draftgraph"),
     ],
 )
@@ -172,6 +173,18 @@ def test_lone_surrogates_do_not_break_an_answer(server):
 def test_unknown_fields_are_ignored(server):
     more = {"store": True, "metadata": {"a": 1}, "service_tier": "auto", "parallel_tool_calls": False, "x": [None]}
     assert post(server, HELLO | more).status_code == 200
+
+
+def test_messages_name_what_is_wrong(server):
+    refused(post(server, HELLO | {"stream_options": {}}), 400, "stream_options is only for requests with stream: true")
+    refused(post(server, HELLO | {"x": [[[[]]] * 9] * 9, "tools": [{"a": nested(70)}]}), 400, "64 objects and lists")
+    refused(post(server, b"[]"), 400, "must be a JSON object")
+    refused(post(server, b'{"messages": }'), 400, "not JSON")
+    refused(post(server, HELLO | {"top_p": 7}), 400, "top_p: Input should be less than or equal to 1")
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
 
 
 def test_fields_may_be_null(server):

@@ -174,6 +174,13 @@ def test_an_engine_that_is_stuck_does_not_keep_its_clients(monkeypatch):
         assert server.engine.under_way == 0
 
 
+def test_an_engine_that_is_stuck_is_killed_and_started_again():
+    with LiveServer(silence=4.0) as server:
+        with pytest.raises(openai.InternalServerError, match="signal 9"):
+            server.client().completions.create(model="fake", prompt=STUCK)
+        answers_again(server)
+
+
 def test_told_to_stop_the_server_lets_answers_come_to_their_end():
     with LiveServer() as server:
         stream = endless(server.client(), max_tokens=50)

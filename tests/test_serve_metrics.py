@@ -87,6 +87,7 @@ def test_the_log_tells_of_requests_but_not_of_what_was_asked(server, caplog):
     httpx.post(f"{server.url}/v1/completions", json={"prompt": "secret", "n": 999})
     lines = [record.getMessage() for record in caplog.records]
     assert any("POST /v1/completions 200" in line for line in lines)
+    assert not any("/ready" in line for line in lines)
     assert not any("secret" in line for line in lines)
 
 

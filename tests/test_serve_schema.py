@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from serve_tools import LiveServer
+from serve_tools import LiveServer, fake_command
 
 CASES = int(os.environ.get("DRAFTGRAPH_SCHEMA_CASES", "150"))
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -23,7 +23,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def server():
-    with LiveServer(max_model_len=64) as server:  # answers that fill the window are short
+    with LiveServer(fake_command(faulty=False), max_model_len=64) as server:  # answers that fill the window are short
         yield server
         body = {"prompt": "hello", "temperature": 0}
         assert httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"] == "hello"

@@ -40,7 +40,8 @@ STATUSES = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": errors.ErrorBody, "description": description} for status, description in STATUSES.items()
 }
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}  # a chunk as JSON, and [DONE] in the end
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
 
 
 def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> FastAPI:
@@ -56,7 +57,14 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
         yield
         await engine.stop()
 
-    app = FastAPI(title="draftgraph", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="draftgraph",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.include_router(status_routes(settings, server, ERRORS))
     add_generation_routes(app, settings, server)
     docs_page.install(app)

@@ -8,64 +8,17 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
-from draftgraph.errors import DraftGraphError
 from draftgraph.serve import wire
 from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.submission import Failure, Submission
 from draftgraph.serve.wire import Job, Progress, Ready
 
 logger = logging.getLogger("draftgraph.serve")
 SLACK = 5.0  # seconds past its deadline after which a job is given up without the engine's word
 EXIT_SECONDS = 5.0  # for an engine that was told to stop
 SOUND_SECONDS = 60.0  # an engine that ran this long is started again without waiting longer than the first time
-
-
-class Failure(DraftGraphError):
-    """A job that came to nothing; `kind` is one of those of `Progress.error`, or "deadline" or "stopping"."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-class Submission:
-    """Jobs of one request: an iterator over their progress until all are done. Leaving it cancels the rest."""
-
-    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
-        self._engine = engine
-        self._open = {job["id"] for job in jobs}
-        self._queue: asyncio.Queue[Progress] = asyncio.Queue()
-
-    def tell(self, progress: Progress) -> None:
-        self._queue.put_nowait(progress)
-
-    async def __aenter__(self) -> Submission:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for id in list(self._open):
-            self.cancel(id)
-
-    def __aiter__(self) -> Submission:
-        return self
-
-    async def __anext__(self) -> Progress:
-        while self._open:
-            progress = await self._queue.get()
-            if progress.id not in self._open:
-                continue
-            if progress.finish_reason is not None:
-                self._open.discard(progress.id)
-            return progress
-        raise StopAsyncIteration
-
-    def cancel(self, id: str) -> None:
-        self._open.discard(id)
-        self._engine.cancel(id)
 
 
 class Engine:
@@ -86,6 +39,7 @@ class Engine:
         self._writer: asyncio.StreamWriter | None = None
         self._watch: asyncio.Task[None] | None = None
         self._was_ready = False
+        self._heard = 0.0  # when the engine last said something
 
     async def start(self) -> None:
         self._watch = asyncio.create_task(self._keep_running(), name="engine")
@@ -120,7 +74,7 @@ class Engine:
             raise Failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
         if self.under_way + len(jobs) > room:
             raise Failure("overloaded", "too many requests are waiting already: try again later")
-        submission = Submission(self, jobs)
+        submission = Submission([job["id"] for job in jobs], self.cancel)
         loop = asyncio.get_running_loop()
         for job in jobs:
             self._submissions[job["id"]] = submission
@@ -145,6 +99,7 @@ class Engine:
             started = time.monotonic()
             fault = await self._run_once()
             self.ready = self._writer = self.process_id = None
+            self.figures = {}
             self.drop_all("engine", f"the engine failed ({fault}): try again later")
             if self.closing:
                 return
@@ -163,7 +118,7 @@ class Engine:
     async def _run_once(self) -> str:
         """Starts a process and reads what it says until it ends; in one line, why it did."""
         ours, theirs = socket.socketpair()
-        process = None
+        process, guard = None, None
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -174,23 +129,34 @@ class Engine:
                     start_new_session=True,  # Ctrl-C is for the API, which lets requests come to their end
                 )
             self.process_id = process.pid
+            guard = asyncio.create_task(self._kill_if_silent(process))
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=wire.LONGEST_LINE)
             fault = await self._read(reader)
             return fault or described_exit(await exit_status(process))
         except (OSError, ValueError) as error:  # it could not be started, or sent what is no message
             return f"{type(error).__name__}: {error}"
         finally:
+            if guard is not None:
+                guard.cancel()
             if self._writer is not None:
                 self._writer.close()
             if process is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
 
+    async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
+        """Once it is ready an engine speaks every second, unless a pass takes longer or never ends."""
+        longest = self._settings.silence
+        while self.ready is None or time.monotonic() - self._heard < longest:
+            await asyncio.sleep(longest / 4)
+        logger.error("the engine said nothing for %.0f seconds: it is started again", longest)
+        process.kill()
+
     async def _read(self, reader: asyncio.StreamReader) -> str | None:
         fault = None
         with contextlib.suppress(ConnectionError):  # as good as the end of what it says
             async for line in reader:
-                message = wire.message(line)
+                message, self._heard = wire.message(line), time.monotonic()
                 if "progress" in message:
                     for values in message["progress"]:
                         self._tell(wire.read(Progress, values))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import socket
@@ -149,6 +150,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
 
 def main() -> None:
     options, descriptor = sys.argv[1:]
+    logging.disable(logging.WARNING)  # of libraries; ours come as warnings
     connection = socket.socket(fileno=int(descriptor))
     status = telling_faults(connection, lambda: serve_pair(connection, json.loads(options)))
     sys.stderr.flush()

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from draftgraph.serve.engine import Failure
+from draftgraph.serve.submission import Failure
 
 RETRY_SECONDS = "1"
 SERVER_FAULT = "the server failed to answer: its log says more"
@@ -117,6 +117,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
     place = [str(part) for part in first["loc"][1:] if not str(part).startswith("function-")]
     if first["type"] == "json_invalid":
         return refusal(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "value_error" and not place:
+        return refusal(first["msg"].removeprefix("Value error, "))
     if not place:
         return refusal(f"the body must be a JSON object, sent as application/json: {first['msg']}")
     return refusal(f"{'.'.join(place)}: {first['msg'].removeprefix('Value error, ')}", param=place[0])

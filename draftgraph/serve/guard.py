@@ -16,6 +16,7 @@ from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.settings import ServerSettings, is_loopback
 
 logger = logging.getLogger("draftgraph.serve")
+WATCHED = ("/health", "/ready", "/metrics")  # asked for every few seconds: not worth a line
 OPEN = ("/", "/health", "/ready", "/docs", "/openapi.json")
 OPEN_UNDER = "/playground/"
 
@@ -40,11 +41,15 @@ class Counted:
 
         try:
             await self._app(scope, receive, named_send)
+        except Exception:
+            status = 500
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "other")
             seconds = time.monotonic() - started
             self._metrics.count_request(route, status, seconds)
-            logger.info("%s %s %s %.3f s, request %s", scope["method"], route, status, seconds, id)
+            level = logging.DEBUG if route in WATCHED else logging.INFO
+            logger.log(level, "%s %s %s %.3f s, request %s", scope["method"], route, status, seconds, id)
 
 
 class KeyRequired:

@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from draftgraph.serve.engine import Failure
 from draftgraph.serve.errors import ApiError, refusal
 from draftgraph.serve.schemas import GenerationRequest
 from draftgraph.serve.schemas.chat import ResponseFormat
 from draftgraph.serve.schemas.common import SEEDS
 from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.submission import Failure
 from draftgraph.serve.wire import Job, Ready
 
 GREEDY_UNDER = 1e-5  # a temperature so low divides logits past what floats hold

@@ -18,6 +18,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 TOKENS_PER_PASS = (1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+LAST_POSITION = 64
 ENGINE_FIGURES = {
     "running": "Requests that are being answered",
     "waiting": "Requests that wait for a place",
@@ -94,7 +95,7 @@ class Metrics:
             (self.accepted_at, "accepted_by_depth"),
         ):
             for label, count in (stats.get(name) or {}).items():
-                counter.labels(str(label)).inc(count)
+                counter.labels(known_label(label)).inc(count)
 
     def show_engine(self, is_ready: bool, figures: dict[str, Any]) -> None:
         self.ready.set(is_ready)
@@ -129,6 +130,11 @@ class VLLMNames(Collector):
         for place, count in totals(metrics.accepted_at).items():
             by_place.add_metric([self._model, str(int(place) - 1)], count)  # vLLM counts from 0
         yield by_place
+
+
+def known_label(label: str) -> str:
+    """A source as it is; of positions, which clients can make many of, the last stands for all further ones."""
+    return str(min(int(label), LAST_POSITION)) if label.isdigit() else label
 
 
 def totals(counter: Counter) -> dict[str, float]:

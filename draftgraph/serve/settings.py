@@ -45,6 +45,7 @@ class ServerSettings:
     # the engine process
     restart_wait: float = 0.5  # before it is started again; doubled with every failure in a row
     restart_wait_most: float = 30.0
+    silence: float = 300.0  # seconds without a word from it, after which it is taken to be stuck
 
 
 def is_loopback(host: str) -> bool:

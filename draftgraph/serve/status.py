@@ -10,12 +10,12 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from draftgraph.serve.engine import Failure
 from draftgraph.serve.errors import JSONAnswer
 from draftgraph.serve.generation import Server
 from draftgraph.serve.jobs import unknown_model, window_of
 from draftgraph.serve.schemas import Model, ModelList
 from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.submission import Failure
 
 
 def status_routes(settings: ServerSettings, server: Server, errors: dict[int | str, Any]) -> APIRouter:

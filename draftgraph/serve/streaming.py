@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftgraph.serve.answer import Piece
-from draftgraph.serve.engine import Failure
 from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, from_failure
 from draftgraph.serve.generation import Generation
+from draftgraph.serve.submission import Failure
 
 logger = logging.getLogger("draftgraph.serve")
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is for nginx

@@ -6,16 +6,18 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from draftgraph.config import RANGES, Mode
+from draftgraph.config import Mode
 
 DEEPEST = 64  # objects and lists inside one another
 MOST_ALTERNATIVES = 20
 MOST_BIASES = 1024
+MOST_NODES, MOST_LEVELS = 512, 64  # of a graph: what one client asks for is computed for all
 WHOLE = 2**31 - 1  # more than any model's tokens
 SEEDS = 2**63
 
 Count = Annotated[int, Field(ge=0, le=WHOLE)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+Small = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -31,13 +33,13 @@ class Extension(Given):
     """How draftgraph is to draft for this request; what is left out is as the server was started with."""
 
     mode: Mode | None = None
-    k: Annotated[int, Field(ge=RANGES["k"][0], le=WHOLE)] | None = None
-    tau: Annotated[int, Field(ge=RANGES["tau"][0], le=WHOLE)] | None = None
+    k: Small | None = None
+    tau: Small | None = None
     theta_prob: Share | None = None
     theta_sib: Share | None = None
-    max_nodes: Annotated[int, Field(ge=RANGES["max_nodes"][0], le=WHOLE)] | None = None
-    max_depth: Count | None = None
-    chain_length: Annotated[int, Field(ge=RANGES["chain_length"][0], le=WHOLE)] | None = None
+    max_nodes: Annotated[int, Field(ge=1, le=MOST_NODES)] | None = None
+    max_depth: Annotated[int, Field(ge=0, le=MOST_LEVELS)] | None = None
+    chain_length: Small | None = None
     trace: bool = Field(False, description="Send every token's source and every step's graph")
 
     def config(self) -> dict[str, Any]:
