@@ -28,6 +28,7 @@ class Stats:
     checked_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))  # roots apart
     accepted_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     accepted_by_depth: dict[int, int] = field(default_factory=dict)
+    checked_by_depth: dict[int, int] = field(default_factory=dict)
     rejected_by: dict[str, int] = field(default_factory=dict)  # why the target's token was not in the tree
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
@@ -69,6 +70,8 @@ class Stats:
             self.checked_by_source[source] += 1
         for node in step.path:
             self.accepted_by_source[step.tree.sources[node]] += 1
+        for depth in step.tree.depths[1:].tolist():
+            self.checked_by_depth[depth] = self.checked_by_depth.get(depth, 0) + 1
         for depth in range(1, len(step.path) + 1):
             self.accepted_by_depth[depth] = self.accepted_by_depth.get(depth, 0) + 1
         if len(step.graph) > 1 and (reason := step.rejection) is not None:

@@ -42,6 +42,7 @@ class Batch:
         self.most = min(texts, *(engine.most or texts for engine in self.engines))
         self.experience = Experience()
         self.took = Took()
+        self.size = 0  # texts in the last pass
         self._loan = Loan(*decoder.models)
 
     @property
@@ -90,7 +91,7 @@ class Batch:
         pieces = self._pieces(bool(ready))
         trees = [Part.of_tree(text.seat, growth.grown[text].tree) for text in ready]
         logits = self.target.run([*trees, *pieces.values()]) if trees or pieces else []
-        checked = time.perf_counter()
+        checked, self.size = time.perf_counter(), len(logits)
         taken = [(text, self._walk(text, growth, scores)) for text, scores in zip(ready, logits, strict=False)]
         for (text, piece), scores in zip(pieces.items(), logits[len(ready) :], strict=True):
             if not guarded(text, text.read, piece, scores):

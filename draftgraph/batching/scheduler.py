@@ -46,7 +46,6 @@ class Task:
     job: Job
     text: Text
     submitted: float = field(default_factory=time.monotonic)
-    admitted: float | None = None
     first_token: float | None = None
     prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=lambda: [None])
 
@@ -66,12 +65,13 @@ class Scheduler:
         self._tasks: dict[str, Task] = {}
         self._by_text: dict[Text, Task] = {}
         self._pasts: OrderedDict[str, Past] = OrderedDict()
+        self._cancelled: list[Progress] = []
         self._steps = 0
         self._seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        return self.batch.busy
+        return self.batch.busy or bool(self._cancelled)
 
     def submit(self, job: Job) -> None:
         if job.id in self._tasks:
@@ -92,12 +92,14 @@ class Scheduler:
         self.batch.add(text)
 
     def cancel(self, id: str) -> None:
+        """Its slots are free for the next step, which tells its figures."""
         if task := self._tasks.get(id):
-            self._drop(task)
+            self._cancelled.append(self._ended(task, "cancelled"))
 
     def step(self) -> list[Progress]:
         """One pass for everybody."""
-        told = [self._ended(task, "deadline") for task in list(self._tasks.values()) if task.late]
+        told, self._cancelled = self._cancelled, []
+        told += [self._ended(task, "deadline") for task in list(self._tasks.values()) if task.late]
         start = time.monotonic()
         taken = self.batch.step()
         self._steps += bool(taken)
@@ -114,6 +116,7 @@ class Scheduler:
         batch = self.batch
         return {
             "running": len(batch.running),
+            "batch_size": batch.size,
             "waiting": len(batch.waiting),
             "slots_used": batch.target.used,
             "slots_total": batch.target.slots,
@@ -181,7 +184,8 @@ class Scheduler:
         decoding, now = task.text.decoding, time.monotonic()
         found = decoding.stats.to_dict() if decoding is not None else {}
         first = (task.first_token or now) - task.submitted
-        times = {"first_token_seconds": first, "seconds_in_all": now - task.submitted}
+        queue = (task.text.admitted or now) - task.submitted
+        times = {"queue_seconds": queue, "first_token_seconds": first, "seconds_in_all": now - task.submitted}
         return found | times | {"reused_tokens": task.text.reused}
 
     def _score_prompt(self, task: Task, logits: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class Text:
     decoding: Decoding | None = None
     failure: Exception | None = None
     reused: int = 0  # tokens that did not have to be read
+    admitted: float | None = None  # when it first had a place
     began: bool = False  # it has been read: it takes steps
     appetite: Appetite = field(default_factory=Appetite)
 
@@ -70,6 +72,7 @@ class Text:
 
     def open(self, decoder: GraphDecoder, target: SeatEngine, draft: SeatEngine | None) -> None:
         """Takes places, where something of it may be known already."""
+        self.admitted = self.admitted or time.monotonic()
         if self.decoding is None:
             drafts = draft is not None and self.config.drafts
             seated = decoder.seated(target.open(self.tenant), draft.open(self.tenant) if draft and drafts else None)
