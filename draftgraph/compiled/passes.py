@@ -48,3 +48,34 @@ def fill(
             ancestors[node * words + word] = seen[same, word]
     for place in range(len(places)):
         scratch_positions[place] = places[place]
+
+
+@compiled
+def fill_text(
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    ancestors: Ints,
+    scratch_positions: NDArray[np.int32],
+    nodes: Ints,
+    depths: Ints,
+    visible: NDArray[np.bool_],
+    places: Ints,
+    length: int,
+    pages: NDArray[np.int32],
+    page: int,
+) -> None:
+    """One text's nodes of a pass over many: those before them in the scratch, whose positions `places` begins with,
+    may be seen too. # [nodes] three times, [nodes, words], [words * WORD]"""
+    count, before = len(nodes), len(places) - len(nodes)
+    for node in range(count):
+        place = length + before + node
+        tokens[node], positions[node] = nodes[node], length + depths[node]
+        slots[node] = np.int64(pages[place // page]) * page + place % page
+        for word in range(ancestors.shape[1]):
+            ancestors[node, word] = 0
+        for slot in range(before + count):
+            if visible[node, slot]:
+                ancestors[node, slot // WORD] |= np.int64(1) << np.int64(slot % WORD)
+    for place in range(len(places)):
+        scratch_positions[place] = places[place]

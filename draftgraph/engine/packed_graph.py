@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def reference(
     host, so it cannot be captured."""
     attended = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
     starts = data.starts.tolist()
-    for text, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for text, (start, end) in enumerate(pairwise(starts)):
         if start < end:
             slots, seen = visible_slots(data, text, start, end, window)
             mine, keys, values = query[:, :, start:end], key[:, :, slots], value[:, :, slots]

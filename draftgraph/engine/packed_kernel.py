@@ -20,14 +20,14 @@ from draftgraph.engine.packed_graph import PackedData
 __all__ = ["attend", "supports"]
 
 PAGE = tl.constexpr(pages.PAGE)
-RESERVE = 8 * 1024  # bytes of shared memory for the page numbers on their way
+RESERVE = 1024  # bytes of shared memory for page numbers on their way
 
 # What one compiled kernel serves all values of: a text that outgrows its table must not wait for a compiler.
 NUMBERS = ("nodes", "words", "texts", "most_pages", "splits")
 DATA = ("starts", "lengths", "pages", "ancestors", "positions", "scratch_positions", "bests", "totals")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _slots(table, place, there):  # type: ignore[no-untyped-def]
     """The slots of these places of a text; `there` is None where all of them are written."""
     if there is not None:
@@ -176,7 +176,7 @@ def attend(
         nodes, data.ancestors.shape[-1], texts, most_pages, splits, *strides, **shape,
         queries=tiling.queries, slots=tiling.slots, padded_texts=triton.next_power_of_2(texts + 1),
         single=splits == 1, precision="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=2 * tiling.stages - 1,  # page numbers come first, then what lies there
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(splits)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UnsupportedModelError, UsageError
+from draftgraph.graph import Bools, Ints
 from draftgraph.models.cache import notice
 
 TEXT_LENGTH = 5
@@ -114,7 +115,15 @@ def problem_of(check: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {reason}"
 
 
-def tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Engine]) -> str | None:
+class Scorer(Protocol):
+    """What a check needs of an engine."""
+
+    def prefill(self, tokens: list[int]) -> None: ...
+
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor: ...
+
+
+def tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Scorer]) -> str | None:
     """What goes wrong with a tree of these parents behind a short text, or None."""
     tokens, text = _sample_tokens(model, len(parents))
     with Loan(model):
