@@ -33,6 +33,7 @@ from draftgraph.models.cache import notice
 SHARE = 0.5  # of the memory that is free: what keys and values may take
 TEXT = 4096  # tokens that a pool has room for, for every text at a time: more than most have
 CHECKED = 4096  # slots of a pool that only a check uses
+MORE = 5 * PAGE  # tokens that a check reads, so that it turns some pages
 
 
 class SeatEngine(Protocol):
@@ -118,7 +119,7 @@ def packed_or_apart(model: Any, slots: int | None, texts: int) -> SeatEngine:
 def crowd_problem(model: Any, kind: type[PackedEngine]) -> str | None:
     """What goes wrong with a tree among others, or None."""
     with short_windows(model):
-        problem = problem_of(partial(tree_difference, model, PARENTS, partial(Crowd, kind)))
+        problem = problem_of(partial(tree_difference, model, PARENTS, partial(Crowd, kind), MORE))
     if model.get_input_embeddings().weight.is_cuda:
         gc.collect()  # recorded passes and who recorded them hold each other
         torch.cuda.empty_cache()
@@ -131,13 +132,13 @@ class Crowd:
     def __init__(self, kind: type[PackedEngine], model: Any) -> None:
         self.engine = kind(model, CHECKED)
         self.other, self.seat = self.engine.open(), self.engine.open()
-        for length in (PAGE, 2 * PAGE, 3 * PAGE):
+        for length in range(PAGE, MORE + 2 * PAGE, PAGE):
             self.other.reserve(length)
             self.seat.reserve(length)
-        self.other.prefill([0, 1, 2])
 
     def prefill(self, tokens: list[int]) -> None:
         self.seat.prefill(tokens)
+        self.other.prefill(tokens[::-1])
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
         self.other.forget(0)

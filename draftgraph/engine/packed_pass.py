@@ -196,13 +196,13 @@ def lay_out(moves: Iterable[Moves], sources: Ints, targets: Ints) -> list[Moves]
     place, left = 0, []
     for one in moves:
         count = len(one[0])
-        if place % MOVED_TOGETHER + count > MOVED_TOGETHER:
-            place += -place % MOVED_TOGETHER
-        if place + count > len(sources):
+        split = place % MOVED_TOGETHER + count > MOVED_TOGETHER
+        start = place + (-place % MOVED_TOGETHER if split else 0)
+        if start + count > len(sources):
             left.append(one)
             continue
-        sources[place : place + count], targets[place : place + count] = one
-        place += count
+        place = start + count
+        sources[start:place], targets[start:place] = one
     return left
 
 
