@@ -63,7 +63,8 @@ def alone(decoder, prompt, arguments, seed):
 
 
 def text_of(decoder, prompt, arguments, config, seed, **more):
-    request = prepare(decoder.target_model, torch.tensor([prompt]), None, **arguments)
+    ids = torch.tensor([prompt], device=decoder.target_engine.device)
+    request = prepare(decoder.target_model, ids, None, **arguments)
     return Text(request, seed, config, **more)
 
 

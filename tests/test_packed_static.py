@@ -21,7 +21,6 @@ from draftgraph.compiled.passes import WORD
 from draftgraph.engine import packed_graph, packed_static
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.fused_reference import MOVED_TOGETHER
-from draftgraph.engine.loan import Loan
 from draftgraph.engine.packed import PackedEngine, Part
 from draftgraph.engine.packed_graph import NAME
 from draftgraph.engine.packed_pass import Kind, PackedPassData, Piece, lay_out
@@ -383,67 +382,3 @@ def test_data_lies_where_it_is_told() -> None:
     assert data.packed.pages.shape == (4, 5) and data.packed.pages.dtype == torch.int32
     assert (data.packed.pages == list(data.host).index("pages")).all()
     assert data.sampling[1].dtype == torch.float64 and data.packed.scratch_positions.shape[1] == 2 * WORD
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [*STATIC, "gpt_oss"])
-def test_captured_passes_say_what_plain_passes_say(name: str) -> None:
-    model = target_of(name).cuda()
-    seat = seat_of(model)
-    found, expected = story(seat, model), story(EagerEngine(model), model)
-    again = story(seat, model)
-    for one, two, plainly in zip(found, again, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=0)
-        torch.testing.assert_close(one, plainly, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("slots", [16384, 512])
-@pytest.mark.parametrize("name", STATIC)
-def test_everybody_gets_what_he_would_get_alone_on_cuda(name: str, slots: int) -> None:
-    target = target_of(name).cuda()
-    decoder = GraphDecoder(target, perturbed(target, 0.1))
-    jobs = asked(24, seed=8)
-    texts = [text_of(decoder, *job) for job in jobs]
-    batch = Batch(decoder, slots, texts=20)
-    assert isinstance(batch.target, PackedStaticEngine) and isinstance(batch.draft, PackedStaticEngine)
-    run(batch, texts)
-    for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
-        assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)
-    check_left_behind(batch)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_packed_and_captured(dtype: torch.dtype) -> None:
-    for family in ("llama", "gemma3", "mixtral", "opt"):
-        assert type(packed_or_apart(target_of(family).to("cuda", dtype), 1024, 2)) is PackedStaticEngine
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_long_prompts_and_many_texts_on_cuda() -> None:
-    model = target_of("mistral").cuda()
-    engine, prompts = (
-        PackedStaticEngine(model, 65536),
-        [tokens_of(30 * number + 1, number).tolist() for number in range(70)],
-    )
-    with Loan(model):
-        for _ in range(2):
-            seats = [engine.open() for _ in prompts]
-            parts = [Part.of_text(seat, prompt) for seat, prompt in zip(seats, prompts, strict=True)]
-            engine.run(parts)
-            for part in parts:
-                part.commit()
-            found = engine.run([Part(seat, np.array([7]), *ROOT) for seat in seats])
-            for seat, logits, prompt in zip(seats, found, prompts, strict=True):
-                expected = model(torch.tensor([[*prompt, 7]]).cuda()).logits[0, -1:]
-                torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-                assert seat.rank(logits).tokens[0, 0] == Ranking.of(logits).tokens[0, 0]
-                seat.rewind(0)
-
-
-@pytest.mark.gpu
-def test_what_no_kernel_knows_is_packed_without_graphs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert type(packed_or_apart(target_of("llama", dtype=torch.float64).cuda(), 1024, 2)) is PackedEngine
-    assert "no packed kernel for torch.float64" in capsys.readouterr().err
