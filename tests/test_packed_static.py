@@ -18,7 +18,7 @@ from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch
 from draftgraph.batching.seats import crowd_problem, packed_or_apart
 from draftgraph.compiled.passes import WORD
-from draftgraph.engine import packed_graph, packed_static
+from draftgraph.engine import packed_graph, packed_pass, packed_static
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.fused_reference import MOVED_TOGETHER
 from draftgraph.engine.packed import PackedEngine, Part
@@ -346,7 +346,7 @@ def planted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planted_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of a second pass write over those of the first."""
-    monkeypatch.setattr(Piece, "places", property(lambda piece: piece.length + piece.depths))
+    monkeypatch.setattr(Piece, "earlier", property(lambda piece: packed_pass.NOTHING))
 
 
 PLANTED = {

@@ -187,8 +187,12 @@ class Seat:
     def scratch_positions(self) -> Ints:
         return len(self.text) + self._depths
 
+    @property
+    def scratch_depths(self) -> Ints:
+        return self._depths[: self.scratch]
+
     def note_scratch(self, depths: Ints) -> None:
-        self._depths = np.concatenate([self._depths[: self.scratch], depths])
+        self._depths = np.concatenate([self.scratch_depths, depths]) if self.scratch else depths
         self.scratch = len(self._depths)
 
     def begin(self, length: int, reuse: bool) -> None:
@@ -260,8 +264,7 @@ class Seat:
         start = len(self.text)
         moved = [(start + slot, start + place) for place, slot in enumerate(slots) if slot != place]
         if moved:
-            sources, targets = np.array(moved).T
-            self.engine.move(self, slots_of(self.pages, sources), slots_of(self.pages, targets))
+            self.engine.move(self, *slots_of(self.pages, np.array(moved).T))
         self.text.extend(tokens)
         self.scratch = 0
 

@@ -19,10 +19,14 @@ from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_graph import PackedData
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.sampler import Sampling
+from draftgraph.engine.sampling import Warping
 from draftgraph.graph import Bools, Floats, Ints
 from draftgraph.noise import signed
 
 Moves = tuple[Ints, Ints]  # from these slots to those
+
+NOTHING, NOBODY, NO_TABLE = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int32)
+PLAIN = Warping()
 
 
 class Kind(NamedTuple):
@@ -55,18 +59,17 @@ class Piece:
         return self.part.seat
 
     @property
+    def earlier(self) -> Ints:
+        """The depths of scratch nodes before it. What was computed of a chain is as good as text."""
+        if self.part.chain:
+            return NOTHING
+        before = self.seat.scratch_depths
+        return np.concatenate([before, self.part.depths[: self.start]]) if self.start else before
+
+    @property
     def length(self) -> int:
-        """Of the text before it: what was computed of a chain is as good as text."""
+        """Of the text before it."""
         return len(self.seat.text) + (self.start if self.part.chain else 0)
-
-    @property
-    def depths(self) -> Ints:
-        return np.arange(len(self)) if self.part.chain else self.part.depths[self.start : self.end]
-
-    @property
-    def visible(self) -> Bools:
-        first = self.start if self.part.chain else 0
-        return np.ascontiguousarray(self.part.visible[self.start : self.end, first : self.end + self.seat.scratch])
 
     @property
     def scratch(self) -> int:
@@ -74,12 +77,13 @@ class Piece:
         return len(self) if self.part.chain else self.seat.scratch + self.end
 
     @property
-    def places(self) -> Ints:
-        """The positions of those slots."""
-        if self.part.chain:
-            return self.length + self.depths
-        before = self.seat.scratch_positions[: self.seat.scratch]
-        return np.concatenate([before, self.length + self.part.depths[: self.end]])
+    def depths(self) -> Ints:
+        return self.part.depths[: len(self)] if self.part.chain else self.part.depths[self.start : self.end]
+
+    @property
+    def visible(self) -> Bools:
+        first = self.start if self.part.chain else 0
+        return self.part.visible[self.start : self.end, first : first + self.scratch]
 
 
 def next_pass(waiting: deque[Piece], nodes: int, texts: int) -> list[Piece]:
@@ -148,33 +152,32 @@ class PackedPassData:
         self._device.copy_(self._host, non_blocking=True)
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """The nodes of texts, one after the other. Those that fill the pass up write where nobody reads."""
+        """The nodes of texts, one after the other."""
         host = self.host
-        tokens, positions, slots, ancestors = (host[name] for name in ("tokens", "positions", "slots", "ancestors"))
-        start = 0
-        for text, piece in enumerate(pieces):
-            here, table = slice(start, start + len(piece)), piece.seat.table
-            host["starts"][text], host["lengths"][text] = start, piece.length
-            host["pages"][text, : len(table)] = table
-            passes.fill_text(
-                tokens[here],
-                positions[here],
-                slots[here],
-                ancestors[here],
-                host["scratch_positions"][text],
-                piece.part.tokens[piece.start : piece.end],
-                piece.depths,
-                piece.visible,
-                piece.places,
-                piece.length,
-                table,
-                PAGE,
-            )
-            start = here.stop
-        host["starts"][len(pieces) :], host["lengths"][len(pieces) :] = start, 0
-        for padding in (tokens, positions, ancestors):
-            padding[start:] = 0
-        slots[start:] = self._idle + np.arange(self.kind.nodes - start) % PAGE
+        earlier = [piece.earlier for piece in pieces]
+        tables = [piece.seat.table for piece in pieces]
+        told = [
+            (len(piece), len(before), piece.length, len(table))
+            for piece, before, table in zip(pieces, earlier, tables, strict=True)
+        ]
+        passes.fill_texts(
+            host["tokens"],
+            host["positions"],
+            host["slots"],
+            host["ancestors"],
+            host["starts"],
+            host["lengths"],
+            host["pages"],
+            host["scratch_positions"],
+            np.array(told, dtype=np.int64).reshape(-1, 4),
+            np.concatenate([NOTHING, *(piece.part.tokens[piece.start : piece.end] for piece in pieces)]),
+            np.concatenate([NOTHING, *(piece.depths for piece in pieces)]),
+            np.concatenate([NOBODY, *(piece.visible.ravel() for piece in pieces)]),
+            np.concatenate([NOTHING, *earlier]),
+            np.concatenate([NO_TABLE, *tables]),
+            PAGE,
+            self._idle,
+        )
 
     def hand_over(self, moves: Iterable[Moves]) -> list[Moves]:
         """Moves of accepted nodes, for as many texts as there is room for; returns the others."""
@@ -182,13 +185,14 @@ class PackedPassData:
             self.host[name][:] = self._idle
         return lay_out(moves, self.host["moved_from"], self.host["moved_to"])
 
-    def sample(self, rows: dict[int, tuple[int, Sampling]]) -> None:
-        """From these rows on so many are sampled in this way."""
-        for start, (count, sampling) in rows.items():
-            here, warping = slice(start, start + count), sampling.warping
-            self.host["key"][here] = signed(sampling.key)
-            for name in ("temperature", "top_p", "min_p", "top_k"):
-                self.host[name][here] = getattr(warping, name)
+    def sample(self, wishes: Sequence[tuple[int, Sampling | None]]) -> None:
+        """Of the first so many nodes, the next so many, ...; who is not sampled is left out of it later."""
+        counts = [count for count, _ in wishes]
+        told = [(signed(one.key), one.warping) if one else (0, PLAIN) for _, one in wishes]
+        self.host["key"][: sum(counts)] = np.repeat(np.array([key for key, _ in told], dtype=np.int64), counts)
+        for name in ("temperature", "top_p", "min_p", "top_k"):
+            values = np.array([getattr(warping, name) for _, warping in told], dtype=self.host[name].dtype)
+            self.host[name][: sum(counts)] = np.repeat(values, counts)
 
 
 def lay_out(moves: Iterable[Moves], sources: Ints, targets: Ints) -> list[Moves]:

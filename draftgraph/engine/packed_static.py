@@ -92,21 +92,23 @@ class PackedStaticEngine(PackedEngine):
         recorded.data.fill(pieces)
         for moves in recorded.data.hand_over(self._moves.values()):
             self._move_now(moves)
-        start, sampled = 0, {}
+        start, wishes = 0, []
         for piece in pieces:
             count, part = len(piece), piece.part
-            sampling = part.sampling if is_samplable(part.sampling) else None
             readable = last and part.scored and count == len(part.tokens)
+            sampling = part.sampling if readable and is_samplable(part.sampling) else None
             piece.seat.rows = Rows(recorded, start, count, sampling) if readable else None
-            if readable and sampling is not None:
-                sampled[start] = count, sampling
+            if part.scored:
+                wishes.append((count, sampling))
             start += count
-        recorded.data.sample(sampled)
+        sampled = [sampling for _, sampling in wishes if sampling is not None]
+        if sampled:
+            recorded.data.sample(wishes)
         logits: Tensor = recorded.run()
         self._moves.clear()
         self._last, recorded.last = recorded, None
         if sampled:
-            with_top_k = any(sampling.warping.top_k > 0 for _, sampling in sampled.values())
+            with_top_k = any(sampling.warping.top_k > 0 for sampling in sampled)
             recorded.last = recorded.samplers.get(with_top_k) or self._sampler(recorded, with_top_k)
             recorded.last()
         return logits
