@@ -224,7 +224,7 @@ class TestPrefixes:
         with torch.no_grad():
             seat.prefill(tokens)
             seat.settle()
-            pool = engine.cache.states if kind is PackedEngine else list(engine.states.blocks.values())
+            pool = engine.cache.states if kind is PackedEngine else list(engine.cache.blocks.values())
             kept = [states.clone() for states in pool]
             places = [page * PAGE + slot for page in seat.pages for slot in range(PAGE)]
             seat.rewind(PAGE + 3)

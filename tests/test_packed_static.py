@@ -104,13 +104,24 @@ def test_long_prompts_are_read_in_several_passes(model: Any) -> None:
     assert [(kind.nodes, kind.texts, kind.words, kind.scored) for kind in engine.kinds] == [
         (512, 1, 8, 0),
         (512, 1, 8, 0),
-        (128, 4, 2, 8),
+        (128, 4, 2, 64),
     ]
     torch.testing.assert_close(logits, plain(model, [1, 2, 3, 4, 5])[-2:], rtol=1e-9, atol=1e-9)
     assert stepping.rank(logits).tokens.tolist() == Ranking.of(logits).tokens.tolist()
     parts[1].commit()
     found = reading.forward(np.array([7]), *ROOT)
     torch.testing.assert_close(found, plain(model, [*prompt, 7])[-1:], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_kinds_that_nobody_needs_any_more_go(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_static, "KINDS", 2)
+    seat = seat_of(model)
+    for nodes in (1, 9, 8, 17, 5, 16):
+        found = seat.engine.run([Part.of_text(seat, tokens_of(nodes).tolist(), True)])[0]
+        torch.testing.assert_close(found, plain(model, tokens_of(nodes).tolist()), rtol=1e-9, atol=1e-9)
+        seat.forget(0)
+    assert [kind.nodes for kind in seat.engine._passes] == [8, 16]
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ class PackedEngine:
         self._make_pool(like)
 
     def _make_pool(self, like: SlotCache) -> None:
-        self.cache = PackedCache(like, self.slots)
+        self.cache: Any = PackedCache(like, self.slots)
 
     @property
     def device(self) -> torch.device:

@@ -174,7 +174,7 @@ def attend(
     _attend[(tiles * splits, groups)](
         query, key, value, *told, sinks, out, bests, totals, parts, exponent, cap, window, LOG2E,
         nodes, data.ancestors.shape[-1], texts, most_pages, splits, *strides, **shape,
-        queries=tiling.queries, slots=tiling.slots, padded_texts=triton.next_power_of_2(texts + 1),
+        queries=tiling.queries, slots=tiling.slots, padded_texts=max(128, triton.next_power_of_2(texts + 1)),
         single=splits == 1, precision="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps, num_stages=2 * tiling.stages - 1,  # page numbers come first, then what lies there
     )  # fmt: skip

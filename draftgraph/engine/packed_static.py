@@ -34,6 +34,8 @@ from draftgraph.ranking import KEPT, Ranking, packed
 
 NODES = (8, 16, 32, 64, 128, 256, 512)  # of a pass; between them, nodes that nobody looks at fill it up
 TEXTS = (1, 4, 16, 64)
+FEW_SCORED = 64  # nodes, of those with logits among others without: as many cost hardly more than one
+KINDS = 64  # of passes that are kept; those not used for the longest time go
 FIRST_TABLE = 128  # pages that a text may have; four times as many when one outgrows them, which costs new captures
 
 
@@ -53,7 +55,7 @@ class PackedStaticEngine(PackedEngine):
         self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def _make_pool(self, like: SlotCache) -> None:
-        self.states = StaticCache(like, self.slots + PAGE)  # the last page is nobody's
+        self.cache = StaticCache(like, self.slots + PAGE)  # the last page is nobody's
 
     def open(self, tenant: str = "") -> StaticSeat:
         return StaticSeat(self, tenant)
@@ -135,7 +137,7 @@ class PackedStaticEngine(PackedEngine):
         self._move_slots(*torch.from_numpy(both).to(self.device))
 
     def _move_slots(self, sources: Tensor, targets: Tensor) -> None:
-        for block in self.states.blocks.values():
+        for block in self.cache.blocks.values():
             operations(block.device).move_slots(block, sources, targets)
 
     def _reserve_table(self, pages: int) -> None:
@@ -147,20 +149,16 @@ class PackedStaticEngine(PackedEngine):
 
     def _recorded(self, pieces: list[Piece]) -> Recorded | None:
         """The pass that can hold them; None: there is no memory for it, and from now on passes are smaller."""
-        nodes, scored = (sum(len(piece) for piece in pieces if piece.part.scored or not only) for only in (False, True))
-        kind = Kind(
-            at_least(NODES, nodes),
-            at_least(TEXTS, len(pieces)),
-            words_for(max(piece.scratch for piece in pieces)),
-            at_least((0, *NODES), scored),
-        )
+        kind = kind_of(pieces)
         try:
-            if kind not in self._passes:
-                self._passes[kind] = self._record(kind)
-            return self._passes[kind]
+            recorded = self._passes.pop(kind, None) or self._record(kind)
         except torch.OutOfMemoryError:
             self._shrink(kind)
-        return None
+            return None
+        self._passes[kind] = recorded
+        if len(self._passes) > KINDS:
+            del self._passes[next(iter(self._passes))]
+        return recorded
 
     def _record(self, kind: Kind) -> Recorded:
         data = PackedPassData(kind, self.most_pages, self.slots, self.device)
@@ -196,12 +194,12 @@ class PackedStaticEngine(PackedEngine):
     ) -> Tensor:
         """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured. `kept`:
         of these nodes alone."""
-        self.states.slots, self.states.shown = slots, None
+        self.cache.slots, self.cache.shown = slots, None
         with self._fusions.borrowed(), self._attention(), self._linears.borrowed(tokens.shape[1]):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
-                past_key_values=self.states,
+                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
                 packed_data=data,
@@ -265,6 +263,14 @@ class StaticSeat(Seat):
 
     def _copy_known(self) -> None:
         """Pages are read where they lie, in any order."""
+
+
+def kind_of(pieces: list[Piece]) -> Kind:
+    nodes, scored = sum(map(len, pieces)), sum(len(piece) for piece in pieces if piece.part.scored)
+    width = at_least(NODES, nodes)
+    few = width if scored > FEW_SCORED or scored == nodes else min(width, FEW_SCORED if scored else 0)
+    words = words_for(max(piece.scratch for piece in pieces))
+    return Kind(width, at_least(TEXTS, len(pieces)), words, few)
 
 
 def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
