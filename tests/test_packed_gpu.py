@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ def story_by_kernels(name: str) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_a_pass_by_its_kernels_says_what_plain_passes_say(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
+    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
     model = target_of(name)
     with interpreter() as call:
         found = call(story_by_kernels, name)

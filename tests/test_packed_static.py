@@ -272,6 +272,24 @@ def test_sampled_texts_are_chosen_for_on_the_device(model: Any, monkeypatch: pyt
     check_left_behind(batch)
 
 
+def test_without_memory_for_sampling_the_host_chooses(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    decoder = GraphDecoder(model)
+    jobs = asked(9, seed=5)
+    texts = [text_of(decoder, *job) for job in jobs]
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    batch = Batch(decoder, 16384, texts=8)
+    monkeypatch.setattr(PackedStaticEngine, "_sampler", refuse)
+    run(batch, texts)
+    assert capsys.readouterr().err.count("no GPU memory for sampling") == 1
+    for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
+        assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)
+
+
 class ShortOfMemory(Captured):
     """Records nothing that is wider than this."""
 

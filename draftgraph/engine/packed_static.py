@@ -49,6 +49,7 @@ class PackedStaticEngine(PackedEngine):
         self._fusions = Fusions(model)
         self.widest = NODES[-1]  # nodes of one pass; less where memory is short
         self.most_pages = FIRST_TABLE  # of a text
+        self._samples = True  # unless there was no memory for it
         self._moves: dict[Seat, Moves] = {}  # of accepted nodes, left to the next pass
         self._passes: dict[Kind, Recorded] = {}
         self._last: Recorded | None = None
@@ -94,26 +95,38 @@ class PackedStaticEngine(PackedEngine):
         recorded.data.fill(pieces)
         for moves in recorded.data.hand_over(self._moves.values()):
             self._move_now(moves)
-        start, wishes = 0, []
+        rows, start = [], 0
         for piece in pieces:
             count, part = len(piece), piece.part
             readable = last and part.scored and count == len(part.tokens)
-            sampling = part.sampling if readable and is_samplable(part.sampling) else None
+            sampling = part.sampling if readable and self._can_sample(part.sampling) else None
             piece.seat.rows = Rows(recorded, start, count, sampling) if readable else None
             if part.scored:
-                wishes.append((count, sampling))
+                rows.append((count, sampling))
             start += count
-        sampled = [sampling for _, sampling in wishes if sampling is not None]
+        sampled = [sampling for _, sampling in rows if sampling is not None]
         if sampled:
-            recorded.data.sample(wishes)
+            recorded.data.sample(rows)
         logits: Tensor = recorded.run()
         self._moves.clear()
         self._last, recorded.last = recorded, None
         if sampled:
-            with_top_k = any(sampling.warping.top_k > 0 for sampling in sampled)
-            recorded.last = recorded.samplers.get(with_top_k) or self._sampler(recorded, with_top_k)
-            recorded.last()
+            self._choose(recorded, any(sampling.warping.top_k > 0 for sampling in sampled))
         return logits
+
+    def _can_sample(self, sampling: Sampling | None) -> bool:
+        return self._samples and sampling is not None and sampling.warping.top_k <= MOST_KEPT
+
+    def _choose(self, recorded: Recorded, with_top_k: bool) -> None:
+        """The tokens at the nodes of the pass that was just set off."""
+        try:
+            chooser = recorded.samplers.get(with_top_k) or self._sampler(recorded, with_top_k)
+        except torch.OutOfMemoryError:
+            self._samples = False
+            notice("no GPU memory for sampling: going on with one token at a time")
+            return
+        chooser()
+        recorded.last = chooser
 
     def move(self, seat: Seat, sources: Ints, targets: Ints) -> None:
         """By the next pass: it is launched anyway."""
@@ -255,7 +268,7 @@ class StaticSeat(Seat):
 
     def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None:
         rows = self.rows
-        if rows is None or rows.count != len(logits) or rows.sampling != sampling:
+        if rows is None or rows.count != len(logits) or rows.sampling != sampling or rows.recorded.last is None:
             return None
         rows.recorded.wait()
         found: list[int] = rows.recorded.sampled[rows.start : rows.start + rows.count].tolist()
@@ -281,7 +294,3 @@ def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 def at_least(sizes: Sequence[int], needed: int) -> int:
     return next(size for size in sizes if needed <= size)
-
-
-def is_samplable(sampling: Sampling | None) -> bool:
-    return sampling is not None and sampling.warping.top_k <= MOST_KEPT
