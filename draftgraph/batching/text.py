@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -123,10 +123,13 @@ class Text:
     def walk(self, grown: Grown, logits: Tensor) -> Step:
         """What the target made of its graph."""
         decoding = self.going
+        target = decoding.target
         grown.tree.index()
         remembers = decoding.sources.recycled is not None and not self.appetite.pausing
-        scored = Scored(logits, decoding.target.rank(logits) if remembers else None)
-        return decoding.commit(grown, scored, decoding.walk(grown.tree, scored))
+        ranking = target.rank(logits) if remembers or target.ranks else None
+        scored = Scored(logits, ranking, target.sample(logits, decoding.sampling) if decoding.sampling else None)
+        walked = decoding.walk(grown.tree, scored)
+        return decoding.commit(grown, scored if remembers else replace(scored, ranking=None), walked)
 
     def spend(self, took: Took) -> None:
         seconds = self.going.stats.seconds
