@@ -111,9 +111,9 @@ def choose(growth: Growth, level: int, readable: int) -> None:
 
 
 def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor, is_end: Tensor | None) -> None:
-    count = tokens.numel() // growth.texts
+    count, ends = tokens.numel() // growth.texts, None if growth.shared is None else growth.shared.ends
     _note[(growth.texts,)](
         growth.tokens, growth.scores, growth.open, growth.parents, growth.expanded, growth.report,
-        scores, tokens.contiguous(), chances.contiguous(), is_end, None if growth.shared is None else growth.shared.ends,
+        scores, tokens.contiguous(), chances.contiguous(), is_end, ends,
         first, count, growth.tokens.shape[-1], growth.k, block=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip
