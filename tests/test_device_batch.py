@@ -12,9 +12,10 @@ from packed_stand_in import StandIn
 from test_static_engine import tokens_of
 
 from draftgraph.choose import DraftNoise
-from draftgraph.drafting import device_batch
+from draftgraph.drafting import batch_program, device_batch
+from draftgraph.drafting.batch_program import NEW_TOKENS
 from draftgraph.drafting.device import DeviceDraft
-from draftgraph.drafting.device_batch import NEW_TOKENS, BatchDraft, SeatDraft
+from draftgraph.drafting.device_batch import BatchDraft, SeatDraft
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.static import StaticEngine
@@ -180,7 +181,7 @@ def test_without_memory_nobody_drafts(
     def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(device_batch, "Captured", refuse)
+    monkeypatch.setattr(batch_program, "Captured", refuse)
     batch, texts = batch_of(model), texts_of(2)
     drafts = opened(batch, texts)
     for _ in range(2):

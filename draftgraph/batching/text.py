@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from draftgraph.batching.ahead import Ahead
 from draftgraph.batching.seats import SeatEngine
 from draftgraph.batching.sharing import Appetite, Took
 from draftgraph.choose import Outputs, Scored
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
 from draftgraph.decoding import Decoding
+from draftgraph.drafting.device_batch import SeatDraft
 from draftgraph.drafting.growers import Grown
 from draftgraph.drafting.model import ModelProposer
 from draftgraph.drafting.past import Past
@@ -39,6 +41,7 @@ class Text:
     reused: int = 0  # tokens that did not have to be read
     began: bool = False  # it has been read: it takes steps
     appetite: Appetite = field(default_factory=Appetite)
+    hungry: bool = True  # it is to have a graph in the next step
 
     @property
     def going(self) -> Decoding:
@@ -59,20 +62,21 @@ class Text:
         return self.going.target
 
     @property
-    def draft(self) -> ModelProposer | None:
+    def draft(self) -> ModelProposer | SeatDraft | None:
         draft = self.going.draft
-        assert draft is None or isinstance(draft, ModelProposer)
+        assert draft is None or isinstance(draft, ModelProposer | SeatDraft)
         return draft
 
     @property
     def seats(self) -> list[Any]:
         return [self.seat, *([self.draft.engine] if self.draft else [])]
 
-    def open(self, decoder: GraphDecoder, target: SeatEngine, draft: SeatEngine | None) -> None:
+    def open(self, decoder: GraphDecoder, target: SeatEngine, draft: SeatEngine | None, ahead: Ahead | None) -> None:
         """Takes places, where something of it may be known already."""
         if self.decoding is None:
-            drafts = draft is not None and self.config.drafts
-            seated = decoder.seated(target.open(self.tenant), draft.open(self.tenant) if draft and drafts else None)
+            seat = draft.open(self.tenant) if draft is not None and self.config.drafts else None
+            together = ahead.draft_for(self.config) if ahead is not None and seat is not None else None
+            seated = decoder.seated(target.open(self.tenant), seat, together)
             self.decoding = seated.begun(self.request, 0, self.seed, self.outputs, self.config, self.sample)
             if self.decoding.sources.copied is not None:
                 self.decoding.sources.copied.past = self.past
@@ -123,7 +127,17 @@ class Text:
         grown.tree.index()
         remembers = decoding.sources.recycled is not None and not self.appetite.pausing
         scored = Scored(logits, decoding.target.rank(logits) if remembers else None)
-        return decoding.commit(grown, scored, decoding.walk(grown.tree, scored))
+        return decoding.accept(grown, scored, decoding.walk(grown.tree, scored))
+
+    def look_ahead(self, prices: Any) -> None:
+        """Says what it is to draft for the next step, under these prices."""
+        self.hungry = self.config.mode != "auto" or self.appetite.wants()
+        self.going.draft_ahead(prices if self.hungry else None)
+
+    def look_back(self) -> None:
+        """Takes in what its last step has shown. Who is not hungry needs no memories in the next."""
+        self.going.remember(begin=self.hungry)
+        self.going.learn()
 
     def spend(self, took: Took) -> None:
         seconds = self.going.stats.seconds
