@@ -23,6 +23,7 @@ from draftgraph.noise import signed
 
 TEXTS = (1, 4, 16, 64)  # of a program; between them, texts that are not there fill it up
 PAGES = 512  # of a text, to begin with
+SPARE = 64  # tokens
 
 
 class BatchDraft:
@@ -153,12 +154,17 @@ class SeatDraft:
         return self.as_read(self._text[len(self.engine.text) :])
 
     def makes_room(self) -> bool:
-        """For the nodes that are expanded."""
-        needed = len(self._text) + (self.levels - 1) * self.width
-        try:
-            self.engine.reserve(needed)
-        except OutOfPages:
-            self.levels = 0
+        """For the nodes that are expanded, and for some more tokens: looking for pages takes its time."""
+        needed, pages = len(self._text) + (self.levels - 1) * self.width, self.engine.pages
+        if pages_for(needed) > len(pages):
+            for spare in (SPARE, 0):
+                try:
+                    self.engine.reserve(needed + spare)
+                    break
+                except OutOfPages:
+                    continue
+            else:
+                self.levels = 0
         self.batch.widen(len(self.engine.pages) + pages_for(self.batch.most * self.width) + 4)
         return self.levels > 0
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from draftgraph.config import GraphConfig
-from draftgraph.cost import CostModel, DraftBudget, HitRate, levels_ahead, nodes_worth_checking
+from draftgraph.cost import CostModel, DraftBudget, HitRate, levels_ahead, nodes_worth_checking, price_of_level
 from draftgraph.drafting import Proposer, growing
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DeviceDraft
@@ -212,7 +212,8 @@ class SheetGrower:
             return
 
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Selection:
-        spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
+        prices: Any = cost
+        spent = self.draft.levels * price_of_level(prices, self.draft.width)
         floor = cost.floor()
         for levels in self._arriving or self.draft.arriving():
             self.sheet.add(levels)
