@@ -126,7 +126,8 @@ class Text:
         decoding = self.going
         grown.tree.index()
         remembers = decoding.sources.recycled is not None and not self.appetite.pausing
-        scored = Scored(logits, decoding.target.rank(logits) if remembers else None)
+        sampled = decoding.target.sample(logits, decoding.sampling) if decoding.sampling else None
+        scored = Scored(logits, decoding.target.rank(logits) if remembers else None, sampled)
         return decoding.accept(grown, scored, decoding.walk(grown.tree, scored))
 
     def look_ahead(self, prices: Any) -> None:

@@ -44,8 +44,11 @@ class Sheet:
         self._rows, self._before = self._before, self._rows
         self.max_depth, self.ends = min(max_depth, self.config.levels), ends
         memory, recycled = self.recycled.memory, self.recycled
-        automaton = self.copied.automaton
-        self._memories = Memories(automaton.known, memory.known, memory.noted, recycled.noise, recycled.position)
+        known, past = self.copied.automaton.known, self.copied.past_roots
+        newer, older = [*(match.half.known for match in past), known, known][:2]
+        roots = np.array([match.match for match in past], dtype=np.int64).reshape(-1, 2)
+        said = memory.known, memory.noted, recycled.noise, recycled.position
+        self._memories = Memories(known, *said, newer, older, roots)
         last, stops = np.array(text[-LONGEST:]), np.array(list(ends), dtype=np.int64)
         begin(self._rows, self._memories, self.config.k, last, self.copied.root, self.max_depth, stops)
 
