@@ -23,8 +23,7 @@ class StandIn(PackedEngine):
 
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model, slots)
-        self.trash = self.pages.count * PAGE
-        self.cache = PackedCache(self._like(), self.trash + PAGE)
+        self.cache = PackedCache(self._like(), self.slots + PAGE)
         self.passes: list[PackedData] = []
 
     def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, data: PackedData) -> Tensor:

@@ -125,7 +125,7 @@ def test_nobody_writes_into_another_text(model: Any) -> None:
     engine: Any = batch.engine
     kept = [states.clone() for states in engine.cache.states]
     start(batch, drafts, texts, [0, 5, 2, 1, 0])
-    may_change = {engine.trash}
+    may_change = {engine.slots}
     for draft, text in zip(drafts, texts, strict=True):
         places = range(len(text) - 1 - drafts.index(draft), len(draft.engine.pages) * PAGE)
         may_change |= {draft.engine.pages[place // PAGE] * PAGE + place % PAGE for place in places}

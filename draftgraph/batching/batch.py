@@ -95,6 +95,8 @@ class Batch:
         pieces = self._pieces(bool(ready))
         trees = [Part.of_tree(text.seat, growth.grown[text].tree) for text in ready]
         logits = self.target.run([*trees, *pieces.values()]) if trees or pieces else []
+        for text in ready:
+            text.going.learn()  # from the step before, while the target is at work
         checked = time.perf_counter()
         taken = [(text, self._walk(text, growth, scores)) for text, scores in zip(ready, logits, strict=False)]
         for (text, piece), scores in zip(pieces.items(), logits[len(ready) :], strict=True):

@@ -136,9 +136,11 @@ class Text:
         self.going.draft_ahead(prices if self.hungry else None)
 
     def look_back(self) -> None:
-        """Takes in what its last step has shown. Who is not hungry needs no memories in the next."""
+        """Takes in what its last step has shown, some of it later if there is time while the target is at work. Who is
+        not hungry needs no memories in the next."""
         self.going.remember(begin=self.hungry)
-        self.going.learn()
+        if self.done or not self.going.target.works_alone:
+            self.going.learn()
 
     def spend(self, took: Took) -> None:
         seconds = self.going.stats.seconds

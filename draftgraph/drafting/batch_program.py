@@ -26,12 +26,14 @@ NARROWEST = 16  # nodes of a reading pass
 
 @runtime_checkable
 class GraphSeats(Protocol):
-    """A packed engine whose passes can be captured: see `PackedEngine` for the rest of it."""
-
-    trash: int  # a slot that no text is given
+    """A packed engine whose passes can be captured: see `PackedEngine` for the rest of it. Behind its slots it has one
+    page more, which no text is given."""
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def slots(self) -> int: ...
 
     def run(self, parts: Sequence[Part]) -> list[Tensor]: ...
 
@@ -58,11 +60,11 @@ class BatchProgram:
     def __init__(self, draft: Drafting, texts: int, sampled: bool) -> None:
         self.draft, self.texts, self.sampled, self.device = draft, texts, sampled, draft.engine.device
         self.growth = growth = Growth.of(draft.most, draft.width, draft.k, self.device, texts)
-        self.data = RowData(texts, draft.pages, texts * NEW_TOKENS, draft.engine.trash, self.device)
+        self.data = RowData(texts, draft.pages, texts * NEW_TOKENS, draft.engine.slots, self.device)
         told = self.data.device
         shape = draft.width, growth.bits.shape[-1]
-        self.shared = Shared.of(told["pages"], told["levels"], told["ends"], draft.engine.trash, *shape)
-        self.shared.slots.fill_(draft.engine.trash)
+        self.shared = Shared.of(told["pages"], told["levels"], told["ends"], draft.engine.slots, *shape)
+        self.shared.slots.fill_(draft.engine.slots)
         growth.shared = self.shared
         self.steps = steps_on(self.device)
         self.seconds = 0.0  # that the host gave to the last run, waiting for it included
