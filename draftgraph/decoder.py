@@ -59,6 +59,7 @@ class GraphDecoder:
         self.hits = HitRate()
         self.models = models
         self.calibrations = {samples: Calibration() for samples in (False, True)}  # noise makes other estimates
+        self.kept_batch: Any = None  # of recorded passes over many texts, for the next ones
         self._running: Decoding | None = None
         self._device_drafts: dict[tuple[int, int], DeviceDraft] = {}
         self._batch_draft: BatchDraft | None = None

@@ -231,6 +231,11 @@ class Decoding:
         self.learn()
         return self._stats
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all steps went."""
+        return self._stats.seconds
+
     def _depth_limit(self) -> int:
         """No deeper than the text may still grow, nor across a change of the rotary embedding."""
         deepest = self.request.max_length - self.prefix.length - 1

@@ -11,6 +11,7 @@ from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch, Text
 from draftgraph.batching.seats import Apart, packed_or_apart
 from draftgraph.engine.packed import PackedEngine, Part
+from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.generation import prepare
 
@@ -26,6 +27,21 @@ def target():
 @pytest.fixture(scope="module")
 def decoder(target):
     return GraphDecoder(target, perturbed(target))
+
+
+@pytest.fixture(params=["eager", "static"])
+def batch_of(request, monkeypatch):
+    """Makes batches, with passes as they are or as they would be captured on a GPU."""
+
+    def made(decoder, slots, texts):
+        with monkeypatch.context() as patch:
+            patch.setenv("DRAFTGRAPH_ENGINE", request.param)
+            return Batch(decoder, slots, texts)
+
+    return made
+
+
+ENGINES = pytest.mark.parametrize("kind", [PackedEngine, PackedStaticEngine])
 
 
 def asked(count, seed=0, longest=90):
@@ -47,7 +63,8 @@ def alone(decoder, prompt, arguments, seed):
 
 
 def text_of(decoder, prompt, arguments, config, seed, **more):
-    request = prepare(decoder.target_model, torch.tensor([prompt]), None, **arguments)
+    ids = torch.tensor([prompt], device=decoder.target_engine.device)
+    request = prepare(decoder.target_model, ids, None, **arguments)
     return Text(request, seed, config, **more)
 
 
@@ -66,20 +83,20 @@ def check_left_behind(batch):
 
 
 @pytest.mark.parametrize("slots", [16384, 512])  # plenty, and so few that texts have to make room for others
-def test_everybody_gets_what_he_would_get_alone(decoder, slots):
+def test_everybody_gets_what_he_would_get_alone(decoder, slots, batch_of):
     jobs = asked(30)
     texts = [text_of(decoder, *job) for job in jobs]
-    batch = Batch(decoder, slots, texts=8)
+    batch = batch_of(decoder, slots, texts=8)
     run(batch, texts)
     for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
         assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)
     check_left_behind(batch)
 
 
-def test_texts_join_and_leave_at_any_step(decoder):
+def test_texts_join_and_leave_at_any_step(decoder, batch_of):
     jobs, draw = asked(40, seed=1), random.Random(2)
     texts = [text_of(decoder, *job) for job in jobs]
-    batch, coming, gone = Batch(decoder, 2048, texts=6), list(texts), []
+    batch, coming, gone = batch_of(decoder, 2048, texts=6), list(texts), []
     while coming or batch.busy:
         for _ in range(draw.choice([0, 0, 1, 3])):
             if coming:
@@ -96,12 +113,12 @@ def test_texts_join_and_leave_at_any_step(decoder):
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES | MORE_FAMILIES))
-def test_every_family_in_a_batch(family):
+def test_every_family_in_a_batch(family, batch_of):
     target = target_of(family)
     decoder = GraphDecoder(target, perturbed(target))
     jobs = asked(5, seed=3, longest=40)
     texts = [text_of(decoder, *job) for job in jobs]
-    batch = Batch(decoder, 4096, texts=3)
+    batch = batch_of(decoder, 4096, texts=3)
     run(batch, texts)
     for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
         assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)
@@ -111,8 +128,10 @@ def test_every_family_in_a_batch(family):
 @pytest.mark.parametrize(
     "family", ["llama", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox"]
 )
-def test_common_families_are_packed(family):
-    assert isinstance(packed_or_apart(target_of(family), 1024, 2), PackedEngine)
+@ENGINES
+def test_common_families_are_packed(family, kind, monkeypatch):
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static" if kind is PackedStaticEngine else "eager")
+    assert type(packed_or_apart(target_of(family), 1024, 2)) is kind
 
 
 def test_what_cannot_be_packed_is_said_once_and_works(capsys):
@@ -123,7 +142,7 @@ def test_what_cannot_be_packed_is_said_once_and_works(capsys):
 
 @pytest.mark.parametrize("length", [30, 60, 90])
 @pytest.mark.parametrize("family", ["dynamic", "longrope"])
-def test_a_rotary_embedding_that_changes_with_the_length(family, length):
+def test_a_rotary_embedding_that_changes_with_the_length(family, length, batch_of):
     rope, window = {"rope_type": family, "rope_theta": 10000.0, "factor": 4.0}, {"max_position_embeddings": 64}
     if family == "longrope":
         factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
@@ -140,7 +159,7 @@ def test_a_rotary_embedding_that_changes_with_the_length(family, length):
     decoder = GraphDecoder(target, perturbed(target))
     prompts = [[number * number % VOCAB for number in range(length + more)] for more in (0, 9)]
     texts = [text_of(decoder, prompt, {"max_new_tokens": 24}, GraphConfig(cost="flat"), 0) for prompt in prompts]
-    run(Batch(decoder, 4096, texts=2), texts)
+    run(batch_of(decoder, 4096, texts=2), texts)
     for text, prompt in zip(texts, prompts, strict=True):
         assert text.going.new_tokens == alone(decoder, prompt, {"max_new_tokens": 24}, 0)
 
@@ -155,25 +174,17 @@ def test_a_planted_leak_between_texts_is_found(monkeypatch, target):
     assert isinstance(packed_or_apart(target, 1024, 2), Apart)
 
 
-def test_a_pass_over_many_texts_is_one_pass(decoder, monkeypatch):
-    sizes = []
-    run_pass = PackedEngine._pass
-    monkeypatch.setattr(
-        PackedEngine,
-        "_pass",
-        lambda self, packed, *rest: sizes.append(len(packed.parts)) or run_pass(self, packed, *rest),
-    )
-    batch = Batch(decoder, 4096, texts=8)
+def test_a_pass_over_many_texts_is_one_pass(decoder, batch_of):
+    batch, passes = batch_of(decoder, 4096, texts=8), []
+    hook = decoder.target_model.register_forward_pre_hook(lambda *_: passes.append(1))
     plain = GraphConfig(mode="off")
-    for seed in range(8):
-        batch.add(text_of(decoder, [1, 2, 3], {"max_new_tokens": 5}, plain, seed))
-    sizes.clear()
-    run(batch)
-    assert sizes == [8] * 6  # the prompts, and a pass for every token
+    run(batch, [text_of(decoder, [1, 2, 3], {"max_new_tokens": 5}, plain, seed) for seed in range(8)])
+    hook.remove()
+    assert len(passes) == 6  # the prompts, and a pass for every token
 
 
-def test_drafts_of_many_texts_share_their_passes(decoder, monkeypatch):
-    batch = Batch(decoder, 4096, texts=4)
+def test_drafts_of_many_texts_share_their_passes(decoder, monkeypatch, batch_of):
+    batch = batch_of(decoder, 4096, texts=4)
     parts = []
     draft_run = batch.draft.run
     monkeypatch.setattr(batch.draft, "run", lambda given: parts.append(len(given)) or draft_run(given))
@@ -183,9 +194,9 @@ def test_drafts_of_many_texts_share_their_passes(decoder, monkeypatch):
 
 
 class TestPrefixes:
-    def test_a_beginning_is_read_once(self, decoder):
+    def test_a_beginning_is_read_once(self, decoder, batch_of):
         prompt = [number % VOCAB for number in range(4 * PAGE)]
-        batch = Batch(decoder, 4096, texts=2)
+        batch = batch_of(decoder, 4096, texts=2)
         first, second, other = (
             text_of(decoder, [*prompt, last], {"max_new_tokens": 8}, GraphConfig(), 0, tenant=tenant)
             for last, tenant in ((1, "anna"), (2, "anna"), (2, "bob"))
@@ -196,8 +207,8 @@ class TestPrefixes:
         for text, last in ((first, 1), (second, 2), (other, 2)):
             assert text.going.new_tokens == alone(decoder, [*prompt, last], {"max_new_tokens": 8}, 0)
 
-    def test_an_answer_is_known_too(self, decoder):
-        prompt, batch = [3] * 5, Batch(decoder, 4096, texts=2)
+    def test_an_answer_is_known_too(self, decoder, batch_of):
+        prompt, batch = [3] * 5, batch_of(decoder, 4096, texts=2)
         first = text_of(decoder, prompt, {"max_new_tokens": 3 * PAGE}, GraphConfig(), 0)
         run(batch, [first])
         longer = [*first.going.text, 4]
@@ -206,23 +217,25 @@ class TestPrefixes:
         assert second.reused >= 2 * PAGE
         assert second.going.new_tokens == alone(decoder, longer, {"max_new_tokens": 4}, 0)
 
-    def test_pages_that_others_read_are_not_written_into(self, decoder):
-        engine = PackedEngine(decoder.target_model, 1024)
+    @ENGINES
+    def test_pages_that_others_read_are_not_written_into(self, decoder, kind):
+        engine = kind(decoder.target_model, 1024)
         seat, tokens = engine.open(), [number % VOCAB for number in range(2 * PAGE)]
         with torch.no_grad():
             seat.prefill(tokens)
             seat.settle()
-            kept = [states.clone() for states in engine.cache.states]
+            pool = engine.cache.states if kind is PackedEngine else list(engine.cache.blocks.values())
+            kept = [states.clone() for states in pool]
             places = [page * PAGE + slot for page in seat.pages for slot in range(PAGE)]
             seat.rewind(PAGE + 3)
             assert len(seat.text) == PAGE
             seat.prefill([5] * PAGE)
-        for states, before in zip(engine.cache.states, kept, strict=True):
+        for states, before in zip(pool, kept, strict=True):
             assert torch.equal(states[:, :, places], before[:, :, places])
 
 
 class TestFaults:
-    def test_a_text_that_fails_fails_alone(self, decoder):
+    def test_a_text_that_fails_fails_alone(self, decoder, batch_of):
         from transformers import LogitsProcessor, LogitsProcessorList
 
         class Broken(LogitsProcessor):
@@ -236,7 +249,7 @@ class TestFaults:
         bad = text_of(
             decoder, [1, 2, 3], arguments | {"logits_processor": LogitsProcessorList([Broken()])}, GraphConfig(), 0
         )
-        batch = Batch(decoder, 4096, texts=4)
+        batch = batch_of(decoder, 4096, texts=4)
         for text in (good[0], bad, *good[1:]):
             batch.add(text)
         while batch.busy:
@@ -247,8 +260,8 @@ class TestFaults:
             assert text.going.new_tokens == alone(decoder, [1, 2, 3], arguments, 0)
         check_left_behind(batch)
 
-    def test_out_of_memory_sheds_the_newest_alone(self, decoder, monkeypatch):
-        batch = Batch(decoder, 4096, texts=4)
+    def test_out_of_memory_sheds_the_newest_alone(self, decoder, monkeypatch, batch_of):
+        batch = batch_of(decoder, 4096, texts=4)
         texts = [
             text_of(decoder, [1, 2, seed], {"max_new_tokens": 12}, GraphConfig(cost="flat"), seed) for seed in range(4)
         ]
@@ -264,8 +277,8 @@ class TestFaults:
             assert text.going.new_tokens == alone(decoder, [1, 2, seed], {"max_new_tokens": 12}, seed)
         check_left_behind(batch)
 
-    def test_a_text_too_long_for_the_pool_is_refused(self, decoder):
-        batch = Batch(decoder, 64, texts=2)
+    def test_a_text_too_long_for_the_pool_is_refused(self, decoder, batch_of):
+        batch = batch_of(decoder, 64, texts=2)
         text = text_of(decoder, [1] * 50, {"max_new_tokens": 100}, GraphConfig(cost="flat"), 0)
         assert not batch.could_hold(150)
         batch.add(text)
@@ -287,15 +300,16 @@ def run_to_the_end(batch):
     raise AssertionError("it never ends")
 
 
-def test_parts_of_one_pass_do_not_see_each_other(target):
+@ENGINES
+def test_parts_of_one_pass_do_not_see_each_other(target, kind):
     """The logits of a text's nodes are the same, bit by bit or nearly, whoever is in the pass."""
-    engine = PackedEngine(target, 2048)
+    engine = kind(target, 2048)
     with torch.no_grad():
         seats = [engine.open() for _ in range(3)]
         for number, seat in enumerate(seats):
             seat.prefill([number + 1] * (10 * number + 5))
         part = Part.of_text(seats[1], [4, 5, 6], scored=True)
-        [by_itself] = engine.run([part])
+        by_itself = engine.run([part])[0].clone()
         seats[1].forget(0)
         others = [Part.of_text(seat, [7, 8], scored=True) for seat in (seats[0], seats[2])]
         among = engine.run([others[0], part, others[1]])[1]

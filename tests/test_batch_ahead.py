@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, perturbed, target_of
-from packed_stand_in import StandIn
 from test_batch import alone, asked, check_left_behind, run, text_of
 
 from draftgraph import GraphConfig, GraphDecoder
-from draftgraph.batching import Batch, Text, batch
-from draftgraph.batching.batch import packed_or_apart
+from draftgraph.batching import Batch, Text
 from draftgraph.cost import FlatCost
 from draftgraph.drafting.device_batch import BatchDraft, SeatDraft
 from draftgraph.drafting.growers import SheetGrower
@@ -29,10 +27,7 @@ def decoder() -> GraphDecoder:
 
 @pytest.fixture
 def batch_of(decoder: GraphDecoder, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def engine_of(model: Any, slots: int, texts: int) -> Any:
-        return StandIn(model, slots) if model is decoder.draft_model else packed_or_apart(model, slots, texts)
-
-    monkeypatch.setattr(batch, "packed_or_apart", engine_of)
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
     return lambda slots=8192, texts=8: Batch(decoder, slots, texts)
 
 
@@ -88,7 +83,6 @@ def test_all_drafts_of_a_step_are_one_run(
     together, texts, started = batch_of(), of_auto(decoder, 4), []
     start = BatchDraft.start
     monkeypatch.setattr(BatchDraft, "start", lambda self, drafts: started.append(len(drafts)) or start(self, drafts))
-    monkeypatch.setattr(together.draft, "run", lambda parts: StandIn.run(together.draft, parts))
     run(together, texts)
     assert started[0] == 4 and len(started) <= max(text.going.stats.steps for text in texts) + 1
     for text in texts:
@@ -128,11 +122,10 @@ def test_a_text_among_others_drafts_the_tree_that_it_drafts_alone(
     decoder: GraphDecoder, batch_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same figures as on static engines, with memories and calibration of their own."""
-    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
     target, draft = decoder.target_model, decoder.draft_model
     figures = []
     for engines in ("static", "packed"):
-        fresh = GraphDecoder(target, draft, observer=lambda step: None)  # so that each step is learnt from at once
+        fresh = GraphDecoder(target, draft)
         arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
         if engines == "static":
             stats = fresh.generate(torch.tensor([[3, 5, 9]]), seed=0, config=FREE, **arguments).stats

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from families import VOCAB, perturbed, target_of
-from packed_stand_in import StandIn
 from test_static_engine import tokens_of
 
 from draftgraph.choose import DraftNoise
@@ -17,6 +16,7 @@ from draftgraph.drafting.batch_program import NEW_TOKENS
 from draftgraph.drafting.device import DeviceDraft
 from draftgraph.drafting.device_batch import BatchDraft, SeatDraft
 from draftgraph.drafting.model import DraftVocabulary
+from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.static import StaticEngine
 from draftgraph.noise import CHOICE, KeyedNoise
@@ -31,7 +31,7 @@ def model() -> Any:
 
 
 def batch_of(model: Any, slots: int = 1024, levels: int = 5, k: int = 4) -> BatchDraft:
-    return BatchDraft(StandIn(model, slots), DraftVocabulary(model, VOCAB), k, levels)
+    return BatchDraft(PackedStaticEngine(model, slots), DraftVocabulary(model, VOCAB), k, levels)
 
 
 def noise_of(number: int) -> DraftNoise | None:
@@ -123,15 +123,16 @@ def test_nobody_writes_into_another_text(model: Any) -> None:
     batch, texts = batch_of(model), texts_of()
     drafts = opened(batch, texts)
     engine: Any = batch.engine
-    kept = [states.clone() for states in engine.cache.states]
+    blocks = list(engine.cache.blocks.values())
+    kept = [block.clone() for block in blocks]
     start(batch, drafts, texts, [0, 5, 2, 1, 0])
     may_change = {engine.slots}
     for draft, text in zip(drafts, texts, strict=True):
         places = range(len(text) - 1 - drafts.index(draft), len(draft.engine.pages) * PAGE)
         may_change |= {draft.engine.pages[place // PAGE] * PAGE + place % PAGE for place in places}
     others = [slot for slot in range(engine.cache.capacity) if slot not in may_change]
-    for states, before in zip(engine.cache.states, kept, strict=True):
-        assert torch.equal(states[:, :, others], before[:, :, others])
+    for block, before in zip(blocks, kept, strict=True):
+        assert torch.equal(block[:, :, others], before[:, :, others])
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMED = [(1, 64), (3, 97), (1, 5, 8192), (1, 3, 5, 40)]
 ROTATED = [(1, 4, 2, 5, 16), (2, 3, 1, 7, 10), (1, 9, 3, 1, 64)]  # rows, heads of queries and keys, nodes, size
 GATED = [(1, 1, 48), (1, 3, 1500), (5, 1024)]
-INTEGERS = ("_outer", "_middle", "_row", "_head", "_node", "_slot", "heads", "size")  # arguments that are no tensors
+INTEGERS = ("_outer", "_middle", "_row", "_head", "_node", "_slot", "_layer", "heads", "size")  # no tensors
 
 # What each family has three layers of, and what else; rotary functions are the modeling file's.
 FOUND = {
@@ -134,6 +134,27 @@ def test_slots_are_written_and_no_others(interpreted: Any, dtype: torch.dtype, s
         assert one.any() and torch.equal(one, expected)
 
 
+def moves_case(dtype: torch.dtype, size: int) -> tuple[Tensor, ...]:
+    """Two texts' moves, of which some write where others read, and one more; the rest stay where they are."""
+    sources, targets = torch.full((2, 48), 63)
+    sources[:9] = torch.tensor([3, 5, 6, 7, 20, 21, 22, 23, 24])
+    targets[:9] = torch.tensor([1, 2, 3, 5, 18, 20, 21, 22, 23])
+    sources[16], targets[16] = 40, 39
+    return numbers(4, 3, 64, size, dtype=dtype)[1:], sources, targets
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 24])
+def test_slots_are_moved_and_no_others(interpreted: Any, dtype: torch.dtype, size: int) -> None:
+    (found, _), (block, *moves) = interpreted("move_slots", *moves_case(dtype, size)), moves_case(dtype, size)
+    before = block.clone()
+    fused_reference.move_slots(block, *moves)
+    assert torch.equal(found, block)
+    assert torch.equal(block[:, :, 3], before[:, :, 6]) and torch.equal(block[:, :, 39], before[:, :, 40])
+    kept = [slot for slot in range(64) if slot not in moves[1].tolist()]
+    assert torch.equal(block[:, :, kept], before[:, :, kept])
+
+
 @pytest.mark.parametrize("ones", [False, True])  # numbers that are 1 are compiled in
 @pytest.mark.parametrize(
     ("name", "fixed"),
@@ -142,6 +163,7 @@ def test_slots_are_written_and_no_others(interpreted: Any, dtype: torch.dtype, s
         ("_rotate", {"size": 80, "block": 128}),
         *(("_gate", {"activation": activation, "block": 1024}) for activation in ACTIVATIONS),
         ("_write_slots", {"size": 64, "value_size": 80, "block": 64, "value_block": 128}),
+        ("_move_slots", {"size": 80, "block": 128, "together": 16}),
     ],
 )
 def test_kernels_compile_for_a_gpu(name: str, fixed: dict[str, Any], ones: bool) -> None:
@@ -155,7 +177,13 @@ def test_kernels_compile_for_a_gpu(name: str, fixed: dict[str, Any], ones: bool)
     kernel = getattr(fused_kernel, name)
     integers = [argument for argument in kernel.arg_names if argument.endswith(INTEGERS)]
     constants = (dict.fromkeys(integers, 1) if ones else {}) | fixed
-    kinds = dict.fromkeys(integers, "i32") | {"slots": "*i64", "eps": "fp32", "offset": "fp32"}
+    kinds = dict.fromkeys(integers, "i32") | {
+        "slots": "*i64",
+        "sources": "*i64",
+        "targets": "*i64",
+        "eps": "fp32",
+        "offset": "fp32",
+    }
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {argument: kinds.get(argument, "*bf16") for argument in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -343,6 +371,18 @@ def test_slots_are_written_on_a_gpu(dtype: torch.dtype) -> None:
         fused_kernel.write_slots(*found)
         fused_reference.write_slots(*expected)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slots_are_moved_on_a_gpu(dtype: torch.dtype) -> None:
+    from draftgraph.engine import fused_kernel
+
+    for size in (24, 64, 256):
+        found, expected = ([part.cuda() for part in moves_case(dtype, size)] for _ in range(2))
+        fused_kernel.move_slots(*found)
+        fused_reference.move_slots(*expected)
+        assert torch.equal(found[0], expected[0])
 
 
 @pytest.mark.gpu

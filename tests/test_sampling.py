@@ -153,6 +153,45 @@ def test_the_kernel_chooses_the_same(interpreted: Run, columns: int, warping: Wa
     assert torch.equal(chosen_by_kernel(interpreted, logits, warping), chosen(logits, warping))
 
 
+OWN = [*FEW, Warping(0.6, 64, 0.95), Warping(1.1, 1)]  # one for each row
+
+
+def own_case(columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Rows of as many requests, each with its noise and its numbers."""
+    keys = torch.cat([key_of(KeyedNoise(seed)) for seed in range(len(OWN))])
+    told = [torch.cat(column) for column in zip(*map(numbers, OWN), strict=True)]
+    logits = logits_of(len(OWN), columns).to(dtype)
+    return logits, keys, positions_of(len(OWN)), *told, torch.tensor([warping.top_k for warping in OWN])
+
+
+def each_alone(case: tuple[Tensor, ...]) -> list[int]:
+    logits, keys, positions, *_ = case
+    found = []
+    for row, warping in enumerate(OWN):
+        mine = slice(row, row + 1)
+        told = [number.to(logits.device) for number in numbers(warping)]
+        found.append(reference(logits[mine], keys[mine], positions[mine], *told, warping.top_k).item())
+    return found
+
+
+@pytest.mark.parametrize("columns", [41, 2500])
+def test_rows_of_many_requests_are_chosen_together(interpreted: Run, columns: int) -> None:
+    case = own_case(columns)
+    expected = each_alone(case)
+    assert len(set(expected)) > 2 and reference(*case).tolist() == expected
+    *given, top_k = case
+    found = interpreted("sampling_kernel", "sample", *given[:3], lowest_kept(given[0], top_k), *given[3:])
+    assert found.tolist() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [97, 49_152, 151_936])
+def test_rows_of_many_requests_are_chosen_together_on_a_gpu(columns: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = tuple(part.cuda() for part in own_case(columns, dtype))
+        assert sample(*case).tolist() == each_alone(case)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_the_kernel_reads_any_rows(interpreted: Run, dtype: torch.dtype) -> None:
     logits = logits_of(10, 2500).to(dtype)[::2, :2200]
@@ -215,7 +254,7 @@ POINTERS = {
     **dict.fromkeys(("key", "positions", "tokens", "chosen"), "*i64"),
     **dict.fromkeys(("temperature", "top_p", "min_p", "values"), "*fp64"),
     **dict.fromkeys(("lowest", "highs", "perturbed"), "*fp32"),
-    **dict.fromkeys(("row_stride", "columns", "parts", "sharing"), "i32"),
+    **dict.fromkeys(("row_stride", "columns", "parts", "own", "sharing"), "i32"),
     "places": "*i32",
 }
 

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from draftgraph import DraftGraphError, GraphConfig, Pair, UsageError
+from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.text import HALF_A_CHARACTER, TextStream
 
 START = PROMPT[0].tolist()
@@ -149,6 +150,31 @@ def test_a_list_of_prompts_gives_each_what_it_gets_alone():
         alone = [speaking("off").generate(prompt, max_new_tokens=20, **sampling).token_ids for prompt in prompts]
         together = speaking("auto").generate(prompts, max_new_tokens=20, **sampling)
         assert [output.token_ids for output in together] == alone
+
+
+def test_a_list_of_prompts_in_recorded_passes(monkeypatch):
+    prompts, given = ["a", "é漢", "😀 a漢a"], {"max_new_tokens": 20, "temperature": 0.9, "seed": 8}
+    alone = [speaking("off").generate(prompt, **given).token_ids for prompt in prompts]
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    speaker = speaking("auto")
+    kept = []
+    for _ in range(2):
+        assert [output.token_ids for output in speaker.generate(prompts, **given)] == alone
+        kept.append(speaker.decoder.kept_batch[1])
+    assert kept[0] is kept[1] and isinstance(kept[0].target, PackedStaticEngine)
+    with pytest.raises(ValueError, match="broken on purpose"):
+        speaker.generate(prompts, **given, logits_processor=[broken])
+    assert speaker.decoder.kept_batch is None  # it was left in the middle
+    assert [output.token_ids for output in speaker.generate(prompts, **given)] == alone
+    kept.append(speaker.decoder.kept_batch[1])
+    assert [output.token_ids for output in speaker.generate(prompts[:1], **given)] == alone[:1]  # no crowd
+    longer = speaker.generate(prompts, **given | {"max_new_tokens": 300})
+    assert [output.token_ids[:20] for output in longer] == alone
+    assert speaker.decoder.kept_batch[1] is not kept[-1]
+
+
+def broken(ids, scores):
+    raise ValueError("broken on purpose")
 
 
 ROWS = [[3, 7, 1, 9, 4], [12, 5], [8, 8, 2, 6]]

@@ -93,10 +93,11 @@ class Batch:
         growth = Growth.of(ready, self.draft, self.ahead, self.experience)
         start = time.perf_counter()
         pieces = self._pieces(bool(ready))
-        trees = [Part.of_tree(text.seat, growth.grown[text].tree) for text in ready]
+        trees = [Part.of_tree(text.seat, growth.grown[text].tree, text.going.sampling) for text in ready]
         logits = self.target.run([*trees, *pieces.values()]) if trees or pieces else []
         for text in ready:
             text.going.learn()  # from the step before, while the target is at work
+        self.target.wait()
         checked = time.perf_counter()
         taken = [(text, self._walk(text, growth, scores)) for text, scores in zip(ready, logits, strict=False)]
         for (text, piece), scores in zip(pieces.items(), logits[len(ready) :], strict=True):
@@ -175,6 +176,7 @@ class Batch:
             for seat in text.seats:
                 seat.forget(0)
             if text.began:
+                text.going.learn()
                 text.going.begin()
         newest = self.running.pop()
         newest.close()

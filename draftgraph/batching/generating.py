@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from draftgraph.batching.batch import TEXTS, Batch
 from draftgraph.batching.text import Text
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
-from draftgraph.decoder import fresh_seed
-from draftgraph.engine.loan import unwrapped
+from draftgraph.decoder import GraphDecoder, fresh_seed
+from draftgraph.engine.loan import fingerprint, unwrapped
+from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UsageError
@@ -33,21 +36,39 @@ def generate_all(
     seed = fresh_seed() if seed is None else seed
     model, rows = unwrapped(pair.target), len(prompts)
     given = [row_arguments(model, arguments, row, rows) for row in range(rows)]
-    if isinstance(pair.decoder.target_engine, StaticEngine):  # its passes are recorded for one text
-        alone = {"seed": seed, "config": config, "logprobs": logprobs}
-        return [pair.generate(prompt, **alone, **one) for prompt, one in zip(prompts, given, strict=True)]
     texts = [
         Text(pair.request(prompt, **one), seed, config or pair.decoder.config, outputs=Outputs(keep_logprobs=logprobs))
         for prompt, one in zip(prompts, given, strict=True)
     ]
-    batch = Batch(pair.decoder, slots_for(texts), min(TEXTS, rows))
-    for text in texts:
-        batch.add(text)
-    while batch.busy:
-        for text, _ in batch.step():
-            if text.failure is not None:
-                raise text.failure
+    with batch_for(pair.decoder, texts) as batch:
+        if batch is None:
+            alone = {"seed": seed, "config": config, "logprobs": logprobs}
+            return [pair.generate(prompt, **alone, **one) for prompt, one in zip(prompts, given, strict=True)]
+        for text in texts:
+            batch.add(text)
+        while batch.busy:
+            for text, _ in batch.step():
+                if text.failure is not None:
+                    raise text.failure
     return [pair.output(text.going) for text in texts]
+
+
+@contextmanager
+def batch_for(decoder: GraphDecoder, texts: list[Text]) -> Iterator[Batch | None]:
+    """None: where recorded passes serve one text at a time alone, or there is only one. Passes that were recorded for
+    many are kept for the next texts, if those need no more room and the weights are the same."""
+    slots, captured = slots_for(texts), isinstance(decoder.target_engine, StaticEngine)
+    if captured and len(texts) == 1:
+        yield None
+        return
+    kept, state = decoder.kept_batch, [fingerprint(model) for model in decoder.models]
+    decoder.kept_batch = None  # what was interrupted is not used again
+    if kept is None or kept[0] != state or any(engine.slots < slots for engine in kept[1].engines):
+        kept = None  # its slots are free for the next
+        kept = state, Batch(decoder, slots)
+    is_static = isinstance(kept[1].target, PackedStaticEngine)
+    yield kept[1] if is_static or not captured else None
+    decoder.kept_batch = kept if is_static else None
 
 
 def slots_for(texts: list[Text]) -> int:

@@ -73,6 +73,7 @@ class Growth:
             if asked and draft is not None:
                 start = time.perf_counter()
                 answers = dict(zip(asked, draft.run([part_of(one) for one in asked.values()]), strict=True))
+                draft.wait()
                 seconds = time.perf_counter() - start
                 self.took.levels += seconds
                 self.levels.append(sum(len(one.tokens) for one in asked.values()))

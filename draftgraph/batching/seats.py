@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -11,12 +12,20 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.loan import unwrapped
-from draftgraph.engine.packed import PackedEngine, Part, Seat
+from draftgraph.engine.packed import PackedEngine, Part
+from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.packing import free_memory
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import EagerEngine
-from draftgraph.engine.selfcheck import PARENTS, checked_engine, problem_of, short_windows, tree_difference
+from draftgraph.engine.selfcheck import (
+    PARENTS,
+    checked_engine,
+    problem_of,
+    short_windows,
+    static_wanted,
+    tree_difference,
+)
 from draftgraph.generation import context_window
 from draftgraph.graph import Bools, Ints
 from draftgraph.models.cache import notice
@@ -24,6 +33,7 @@ from draftgraph.models.cache import notice
 SHARE = 0.5  # of the memory that is free: what keys and values may take
 TEXT = 4096  # tokens that a pool has room for, for every text at a time: more than most have
 CHECKED = 4096  # slots of a pool that only a check uses
+MORE = 5 * PAGE  # tokens that a check reads, so that it turns some pages
 
 
 class SeatEngine(Protocol):
@@ -35,6 +45,9 @@ class SeatEngine(Protocol):
 
     def run(self, parts: Sequence[Part]) -> list[Tensor]:
         """Logits of every part, none of one that is not scored; all nodes are scratch after it."""
+
+    def wait(self) -> None:
+        """Until the last pass is done."""
 
     def has_room(self, tokens: int) -> bool:
         """For one more text of this length."""
@@ -64,6 +77,8 @@ class Apart:
     def run(self, parts: Sequence[Part]) -> list[Tensor]:
         return [self._scored(part) for part in parts]
 
+    def wait(self) -> None: ...
+
     def _scored(self, part: Part) -> Tensor:
         logits = part.seat.forward(part.tokens, part.depths, part.visible)
         return logits if part.scored else logits[:0]
@@ -89,30 +104,46 @@ class OwnSeat(EagerEngine):
 
 
 def packed_or_apart(model: Any, slots: int | None, texts: int) -> SeatEngine:
-    """Packed, if a small tree among others comes out as in plain passes."""
-    with short_windows(model):
-        problem = problem_of(partial(tree_difference, model, PARENTS, CrowdedSeat))
-    if problem is None:
+    """Packed, if a small tree among others comes out as in plain passes; where they can be, in captured passes."""
+    name = type(unwrapped(model)).__name__
+    if static_wanted(model):
+        if (problem := crowd_problem(model, PackedStaticEngine)) is None:
+            return PackedStaticEngine(model, slots or slots_for(model, texts))
+        notice(f"{name} reads many texts without CUDA graphs, and slower: {problem}")
+    if (problem := crowd_problem(model, PackedEngine)) is None:
         return PackedEngine(model, slots or slots_for(model, texts))
-    notice(f"{type(unwrapped(model)).__name__} reads one text at a time, and slower: {problem}")
+    notice(f"{name} reads one text at a time, and slower: {problem}")
     return Apart(model)
 
 
-class CrowdedSeat(Seat):
-    """For the check: its pages do not lie in a row, and in every pass another text goes before it."""
+def crowd_problem(model: Any, kind: type[PackedEngine]) -> str | None:
+    """What goes wrong with a tree among others, or None."""
+    with short_windows(model):
+        problem = problem_of(partial(tree_difference, model, PARENTS, partial(Crowd, kind), MORE))
+    if model.get_input_embeddings().weight.is_cuda:
+        gc.collect()  # recorded passes and who recorded them hold each other
+        torch.cuda.empty_cache()
+    return problem
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(PackedEngine(model, CHECKED))
-        self.other = self.engine.open()
-        for length in (PAGE, 2 * PAGE, 3 * PAGE):
+
+class Crowd:
+    """For the check: a text whose pages do not lie in a row, and in every pass another one goes before it."""
+
+    def __init__(self, kind: type[PackedEngine], model: Any) -> None:
+        self.engine = kind(model, CHECKED)
+        self.other, self.seat = self.engine.open(), self.engine.open()
+        for length in range(PAGE, MORE + 2 * PAGE, PAGE):
             self.other.reserve(length)
-            self.reserve(length)
-        self.other.prefill([0, 1, 2])
+            self.seat.reserve(length)
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.seat.prefill(tokens)
+        self.other.prefill(tokens[::-1])
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
         self.other.forget(0)
         others = Part(self.other, tokens, np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
-        return self.engine.run([others, Part(self, tokens, depths, visible)])[1]
+        return self.engine.run([others, Part(self.seat, tokens, depths, visible)])[1]
 
 
 def slots_for(model: Any, texts: int) -> int:

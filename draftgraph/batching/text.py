@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -124,11 +124,13 @@ class Text:
     def walk(self, grown: Grown, logits: Tensor) -> Step:
         """What the target made of its graph."""
         decoding = self.going
+        target = decoding.target
         grown.tree.index()
         remembers = decoding.sources.recycled is not None and not self.appetite.pausing
-        sampled = decoding.target.sample(logits, decoding.sampling) if decoding.sampling else None
-        scored = Scored(logits, decoding.target.rank(logits) if remembers else None, sampled)
-        return decoding.accept(grown, scored, decoding.walk(grown.tree, scored))
+        ranking = target.rank(logits) if remembers or target.ranks else None
+        scored = Scored(logits, ranking, target.sample(logits, decoding.sampling) if decoding.sampling else None)
+        walked = decoding.walk(grown.tree, scored)
+        return decoding.accept(grown, scored if remembers else replace(scored, ranking=None), walked)
 
     def look_ahead(self, prices: Any) -> None:
         """Says what it is to draft for the next step, under these prices."""
@@ -143,7 +145,7 @@ class Text:
             self.going.learn()
 
     def spend(self, took: Took) -> None:
-        seconds = self.going.stats.seconds
+        seconds = self.going.seconds
         seconds["draft"] += took.grow + took.levels
         seconds["verify"] += took.verify
         seconds["other"] += took.other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ class Drafting(Protocol):
     pages: int  # of a text, at most
     readable: int
     written: Tensor
+    graphs: Any  # memory that recorded parts share: none of them leaves anything there
 
 
 class BatchProgram:
@@ -68,7 +69,6 @@ class BatchProgram:
         growth.shared = self.shared
         self.steps = steps_on(self.device)
         self.seconds = 0.0  # that the host gave to the last run, waiting for it included
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._report = host_memory(growth.report.shape, growth.report.dtype, self.device)
         self._told: Floats = self._report.numpy()
         self._readings: dict[int, Captured] = {}  # by how many new tokens they can read
@@ -126,7 +126,7 @@ class BatchProgram:
             logits = engine.graph_pass(tokens[None], positions[None], slots, data.reading(width, NEW_TOKENS))
             self._propose(0, logits.index_select(0, last), torch.zeros_like(growth.scores[:, 0]), growth.length)
 
-        return Captured(read, self.device, self._pool)
+        return Captured(read, self.device, self.draft.graphs)
 
     def _level(self, level: int) -> Captured:
         growth, engine = self.growth, self.draft.engine
@@ -137,7 +137,7 @@ class BatchProgram:
             logits = engine.graph_pass(growth.next_tokens, growth.next_positions, growth.next_slots, seen)
             self._propose(1 + level * growth.width, logits, growth.next_scores, growth.next_positions[0] + 1)
 
-        return Captured(expand, self.device, self._pool)
+        return Captured(expand, self.device, self.draft.graphs)
 
     def _propose(self, first: int, logits: Tensor, scores: Tensor, positions: Tensor) -> None:
         """The children of every text's expansions from `first` on, whose next tokens have these positions."""

@@ -37,6 +37,7 @@ class BatchDraft:
         self.written = tokens_written(vocabulary, engine.device)
         self.k = min(k, len(self.written))
         self.pages = PAGES
+        self.graphs = torch.cuda.graph_pool_handle() if engine.device.type == "cuda" else None
         self.fed: list[int] = []  # nodes, level by level of the last run
         self._programs: dict[tuple[int, bool], BatchProgram] = {}
         self._running: BatchProgram | None = None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftgraph.engine.fused_reference import NormStyle
+from draftgraph.engine.fused_reference import MOVED_TOGETHER, NormStyle
 
 GATE_BLOCK = 1024  # columns of a program
 ROUNDING: dict[str, Any] = {"enable_fp_fusion": False}  # of every product, before it is added to another
@@ -156,4 +156,30 @@ def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, n
     _write_slots[(len(slots), keys.shape[1] + values.shape[1])](
         keys, values, slots.contiguous(), new_keys, new_values, keys.shape[1], *strides,
         size=sizes[0], value_size=sizes[1], block=blocks[0], value_block=blocks[1], num_warps=1, **ROUNDING
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move_slots(  # type: ignore[no-untyped-def]
+    states, sources, targets, states_layer, states_head, states_slot,
+    size: tl.constexpr, block: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    """Some moves within one head of one layer."""
+    layer, head, first = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2) * together
+    move, column = first + tl.arange(0, together), tl.arange(0, block)
+    source, target = tl.load(sources + move), tl.load(targets + move)
+    there = source != target
+    if tl.max(there.to(tl.int32), axis=0) > 0:
+        mask = there[:, None] & (column < size)[None, :]
+        place = states + layer * states_layer + head * states_head + column[None, :]
+        moved = tl.load(place + source[:, None] * states_slot, mask=mask)
+        tl.debug_barrier()  # a slot may be read by one thread and written by another
+        tl.store(place + target[:, None] * states_slot, moved, mask=mask)
+
+
+def move_slots(block: Tensor, sources: Tensor, targets: Tensor) -> None:
+    layers, heads, _, size = block.shape
+    _move_slots[(layers, heads, len(sources) // MOVED_TOGETHER)](
+        block, sources.contiguous(), targets.contiguous(), *block.stride()[:3],
+        size=size, block=triton.next_power_of_2(size), together=MOVED_TOGETHER, num_warps=4, **ROUNDING
     )  # fmt: skip

@@ -23,6 +23,7 @@ NORM_STYLES = (
     NormStyle(1.0, False),  # Gemma
     NormStyle(0.0, False),  # OLMo-2, GPT-OSS
 )
+MOVED_TOGETHER = 16  # slots; what depends on each other must be among these
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
@@ -59,3 +60,11 @@ def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, n
     """Into a cache. # [1, heads, capacity, size] twice, [nodes], [1, heads, nodes, size] twice"""
     keys.index_copy_(2, slots, new_keys)
     values.index_copy_(2, slots, new_values)
+
+
+def move_slots(block: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Slots to other slots of all layers; of every MOVED_TOGETHER all are read before any is written.
+
+    # [layers, heads, capacity, size], [moves] int64 twice: a multiple of MOVED_TOGETHER, those to themselves do nothing
+    """
+    block.index_copy_(2, targets, block.index_select(2, sources))

@@ -23,6 +23,11 @@ def adapters(model: Any) -> list[tuple[tuple[str, ...], bool]]:
     return sorted({(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers})
 
 
+def fingerprint(model: Any) -> list[Any]:
+    """Where its weights lie: a recorded pass reads them there."""
+    return [adapters(model), *(weight.data_ptr() for weight in model.parameters())]
+
+
 class Loan:
     """While entered: no gradients, evaluation mode, attention that takes masks. May be entered again and again."""
 

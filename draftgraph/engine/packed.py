@@ -37,20 +37,22 @@ class Part:
     depths: Ints  # behind the text
     visible: Bools  # [nodes, scratch slots after this pass]
     scored: bool = True  # False: nobody asks for logits
+    chain: bool = False  # each sees all before it, and there is no other scratch
+    sampling: Sampling | None = None  # how tokens are chosen at the nodes, where the device can do that
 
     @classmethod
     def of_text(cls, seat: Seat, tokens: list[int], scored: bool = False) -> Part:
         """The text goes on with these: commit them after the pass."""
         count = len(tokens)
-        return cls(seat, np.array(tokens), np.arange(count), np.tri(count, dtype=bool), scored)
+        return cls(seat, np.array(tokens), np.arange(count), np.tri(count, dtype=bool), scored, chain=True)
 
     def commit(self) -> None:
         """The nodes are text now."""
         self.seat.commit(list(range(len(self.tokens))), self.tokens.tolist())
 
     @classmethod
-    def of_tree(cls, seat: Seat, tree: TokenTree) -> Part:
-        return cls(seat, tree.tokens, tree.depths, tree.mask)
+    def of_tree(cls, seat: Seat, tree: TokenTree, sampling: Sampling | None = None) -> Part:
+        return cls(seat, tree.tokens, tree.depths, tree.mask, sampling=sampling)
 
 
 class PackedEngine:
@@ -64,9 +66,14 @@ class PackedEngine:
         self.model = model
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self._configs = list(configs.values())
+        self._lent: dict[str, str] = {"_attn_implementation": NAME}  # what configurations say in a pass
         self._linears = NarrowLinears(model)
         self.pages = Pages(pages_for(slots))
-        self.cache = PackedCache(self._like(), self.pages.count * PAGE)
+        like, self.columns = probed(model)  # tokens that the model tells apart
+        self._make_pool(like)
+
+    def _make_pool(self, like: SlotCache) -> None:
+        self.cache: Any = PackedCache(like, self.slots)
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +82,7 @@ class PackedEngine:
     @classmethod
     @torch.no_grad()
     def bytes_per_slot(cls, model: Any) -> int:
-        return bytes_per_slot(kept_of_one_token(model))
+        return bytes_per_slot(probed(model)[0])
 
     def open(self, tenant: str = "") -> Seat:
         return Seat(self, tenant)
@@ -90,6 +97,15 @@ class PackedEngine:
     @property
     def used(self) -> int:
         return self.pages.held * PAGE
+
+    def wait(self) -> None:
+        """Until the last pass is done."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def move(self, seat: Seat, sources: Ints, targets: Ints) -> None:
+        """Accepted nodes of a text to their places: slots, in the order of the path."""
+        self.cache.move(sources, targets)
 
     def run(self, parts: Sequence[Part]) -> list[Tensor]:
         """Logits [nodes, vocabulary] of every part, none of one that is not scored; all nodes are scratch after it."""
@@ -130,25 +146,22 @@ class PackedEngine:
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
-        before = [(config, getattr(config, "_attn_implementation", None)) for config in self._configs]
+        before = [(config, name, getattr(config, name, None)) for config in self._configs for name in self._lent]
         try:
-            for config, _ in before:
-                config._attn_implementation_internal = NAME
+            for config, name, _ in before:
+                setattr(config, f"{name}_internal", self._lent[name])
             yield
         finally:
-            for config, name in before:
-                config._attn_implementation_internal = name
-
-    def _like(self) -> SlotCache:
-        return kept_of_one_token(self.model)
+            for config, name, value in before:
+                setattr(config, f"{name}_internal", value)
 
 
 @torch.no_grad()
-def kept_of_one_token(model: Any) -> SlotCache:
-    """What the layers keep of a text."""
+def probed(model: Any) -> tuple[SlotCache, int]:
+    """What the layers keep of one token, and how many tokens the model tells apart."""
     cache, token = SlotCache(), torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
-    return cache
+    out = model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
+    return cache, out.logits.shape[-1]
 
 
 class Seat:
@@ -174,8 +187,12 @@ class Seat:
     def scratch_positions(self) -> Ints:
         return len(self.text) + self._depths
 
+    @property
+    def scratch_depths(self) -> Ints:
+        return self._depths[: self.scratch]
+
     def note_scratch(self, depths: Ints) -> None:
-        self._depths = np.concatenate([self._depths[: self.scratch], depths])
+        self._depths = np.concatenate([self.scratch_depths, depths]) if self.scratch else depths
         self.scratch = len(self._depths)
 
     def begin(self, length: int, reuse: bool) -> None:
@@ -247,8 +264,7 @@ class Seat:
         start = len(self.text)
         moved = [(start + slot, start + place) for place, slot in enumerate(slots) if slot != place]
         if moved:
-            sources, targets = np.array(moved).T
-            self.engine.cache.move(slots_of(self.pages, sources), slots_of(self.pages, targets))
+            self.engine.move(self, *slots_of(self.pages, np.array(moved).T))
         self.text.extend(tokens)
         self.scratch = 0
 

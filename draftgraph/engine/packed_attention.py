@@ -100,14 +100,23 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """In place of `sdpa` in `transformers` models."""
-    packed, scale = kwargs.get("packed_pass"), kwargs.get("scaling")
+    packed = kwargs.get("packed_pass")
     if packed is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not pass on what packed attention needs")
+    return packed_attention(query, key, value, packed, **layer_options(module, query, kwargs)), None
+
+
+def layer_options(module: Any, query: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """How a layer of a model attends, from what it tells its attention."""
     if unknown := [name for name in UNKNOWN if kwargs.get(name) is not None]:
         raise UnsupportedModelError(f"{type(module).__name__} needs {unknown[0]}: packed attention knows no such thing")
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    window, softcap, sinks = layer_window(module, kwargs), kwargs.get("softcap"), kwargs.get("s_aux")
-    return packed_attention(query, key, value, packed, scale, window, softcap, sinks), None
+    scale = kwargs.get("scaling")
+    return {
+        "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),
+        "window": layer_window(module, kwargs),
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+    }
 
 
 def slots_of(pages: list[int], places: Ints) -> Ints:

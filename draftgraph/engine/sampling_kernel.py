@@ -48,12 +48,13 @@ def _best_of_part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _search(  # type: ignore[no-untyped-def]
-    logits, key, positions, temperature, lowest, values, places, highs, row_stride, columns, parts, part: tl.constexpr
-):
+    logits, key, positions, temperature, lowest, values, places, highs, row_stride, columns, parts, own,
+    part: tl.constexpr,
+):  # fmt: skip
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    scale = tl.load(temperature).to(tl.float32)
+    scale = tl.load(temperature + row * own).to(tl.float32)
     limit = tl.div_rn(tl.load(lowest + row), scale)
-    noise = row_key(tl.load(key), tl.load(positions + row))
+    noise = row_key(tl.load(key + row * own), tl.load(positions + row))
     value, place, high = _best_of_part(
         logits + row * row_stride, columns, piece * part, scale, limit, noise, -float("inf"), columns, part
     )
@@ -84,14 +85,15 @@ def _share(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
     logits, key, positions, temperature, lowest, top_p, min_p, values, places, highs, chosen,
-    row_stride, columns, parts, part: tl.constexpr, pieces: tl.constexpr,
+    row_stride, columns, parts, own, part: tl.constexpr, pieces: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    scale = tl.load(temperature).to(tl.float32)
+    scale = tl.load(temperature + row * own).to(tl.float32)
     limit = tl.div_rn(tl.load(lowest + row), scale)
-    noise = row_key(tl.load(key), tl.load(positions + row))
-    removed_share, removed_chance = (1.0 - tl.load(top_p)).to(tl.float32), tl.load(min_p).to(tl.float32)
+    noise = row_key(tl.load(key + row * own), tl.load(positions + row))
+    removed_share = (1.0 - tl.load(top_p + row * own)).to(tl.float32)
+    removed_chance = tl.load(min_p + row * own).to(tl.float32)
     piece = tl.arange(0, pieces)
     at = row * parts + piece
     value = tl.load(values + at, mask=piece < parts, other=-float("inf"))
@@ -138,7 +140,7 @@ def sample(
     )
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     given = (logits, key, positions.contiguous(), temperature, lowest)
-    sizes = (logits.stride(0), columns, parts)
+    sizes = (logits.stride(0), columns, parts, int(len(key) > 1))  # the last: whether each row has its own numbers
     _search[(rows, parts)](*given, values, places, highs, *sizes, part=PART, num_warps=8, **ROUNDING)
     _choose[(rows,)](
         *given, top_p, min_p, values, places, highs, chosen, *sizes,

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UnsupportedModelError, UsageError
+from draftgraph.graph import Bools, Ints
 from draftgraph.models.cache import notice
 
 TEXT_LENGTH = 5
@@ -114,9 +115,17 @@ def problem_of(check: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {reason}"
 
 
-def tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Engine]) -> str | None:
-    """What goes wrong with a tree of these parents behind a short text, or None."""
-    tokens, text = _sample_tokens(model, len(parents))
+class Scorer(Protocol):
+    """What a check needs of an engine."""
+
+    def prefill(self, tokens: list[int]) -> None: ...
+
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor: ...
+
+
+def tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Scorer], more: int = 0) -> str | None:
+    """What goes wrong with a tree of these parents behind a short text, or one of so many tokens more, or None."""
+    tokens, text = _sample_tokens(model, len(parents), more)
     with Loan(model):
         engine = engine_of(model)
         engine.prefill(text)
@@ -201,11 +210,15 @@ def _windows(config: Any) -> dict[str, int]:
     return {key: value for key, value in values if isinstance(value, int) and ("window" in key or "chunk" in key)}
 
 
-def _sample_tokens(model: Any, nodes: int) -> tuple[Any, list[int]]:
+def _sample_tokens(model: Any, nodes: int, more: int = 0) -> tuple[Any, list[int]]:
     """Distinct-looking tokens for the tree and its text; the text outgrows any small window of the model."""
     config = unwrapped(model).config.get_text_config(decoder=True)
     rows = model.get_input_embeddings().weight.shape[0]
-    length = max((window for window in _windows(config).values() if window <= LONGEST_WINDOW), default=0) + TEXT_LENGTH
+    length = (
+        max((window for window in _windows(config).values() if window <= LONGEST_WINDOW), default=0)
+        + TEXT_LENGTH
+        + more
+    )
     room = getattr(config, "max_position_embeddings", None)
     if isinstance(room, int):
         length = max(1, min(length, room - nodes - 1))

@@ -22,7 +22,7 @@ from draftgraph.engine.capture import Captured, host_memory
 from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.graph_attention import NAME, GraphPass
 from draftgraph.engine.linear import NarrowLinears
-from draftgraph.engine.loan import adapters
+from draftgraph.engine.loan import fingerprint
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK
 from draftgraph.engine.sampler import NodeSampler, Sampling
@@ -107,7 +107,7 @@ class StaticEngine:
         self._passes: dict[tuple[int, int], Pass] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._linears, self._fusions = NarrowLinears(model), Fusions(model)
-        self._state = self._fingerprint()
+        self._state = fingerprint(self.model)
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
         self._like, self._columns = self._probe()
@@ -120,7 +120,7 @@ class StaticEngine:
 
     def begin(self, length: int, reuse: bool) -> None:
         self._linears.begin()
-        known, self._state = self._state, self._fingerprint()
+        known, self._state = self._state, fingerprint(self.model)
         if known != self._state:  # captured passes would read weights that are no longer the model's
             self._passes.clear()
             self._linears, self._fusions = NarrowLinears(self.model), Fusions(self.model)
@@ -322,9 +322,6 @@ class StaticEngine:
         token = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         logits = self._model_pass(token, token, cache)
         return cache, logits.shape[-1]
-
-    def _fingerprint(self) -> list[Any]:
-        return [adapters(self.model), *(weight.data_ptr() for weight in self.model.parameters())]
 
 
 def words_for(nodes: int) -> int:

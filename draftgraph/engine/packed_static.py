@@ -1,0 +1,287 @@
+"""Runs a model over the nodes of many texts in passes of a few fixed shapes, each captured once as a CUDA graph.
+
+Which texts are there, their lengths, pages, nodes and ancestors are data of a pass and never its shape. On a CPU, where
+nothing is captured, the same passes are run as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftgraph.engine.cache import SlotCache
+from draftgraph.engine.capture import Captured, host_memory
+from draftgraph.engine.fused import operations
+from draftgraph.engine.fused_reference import MOVED_TOGETHER
+from draftgraph.engine.fusing import Fusions
+from draftgraph.engine.packed import PackedEngine, Part, Seat
+from draftgraph.engine.packed_graph import NAME, PackedData
+from draftgraph.engine.packed_pass import Kind, Moves, PackedPassData, Piece, Recorded, Rows, lay_out, next_pass
+from draftgraph.engine.pages import PAGE
+from draftgraph.engine.sampler import Sampling
+from draftgraph.engine.sampling import MOST_KEPT, sample
+from draftgraph.engine.static import words_for
+from draftgraph.engine.static_cache import StaticCache
+from draftgraph.graph import Ints
+from draftgraph.models.cache import notice
+from draftgraph.ranking import KEPT, Ranking, packed
+
+NODES = (8, 16, 32, 64, 128, 256, 512)  # of a pass; between them, nodes that nobody looks at fill it up
+TEXTS = (1, 4, 16, 64)
+FEW_SCORED = 64  # nodes, of those with logits among others without: as many cost hardly more than one
+KINDS = 64  # of passes that are kept; those not used for the longest time go
+FIRST_TABLE = 128  # pages that a text may have; four times as many when one outgrows them, which costs new captures
+
+
+class PackedStaticEngine(PackedEngine):
+    """A model, its pool, and its passes."""
+
+    def __init__(self, model: Any, slots: int) -> None:
+        super().__init__(model, slots)
+        grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
+        self._lent = {"_attn_implementation": NAME} | ({} if grouped else {"_experts_implementation": "batched_mm"})
+        self._fusions = Fusions(model)
+        self.widest = NODES[-1]  # nodes of one pass; less where memory is short
+        self.most_pages = FIRST_TABLE  # of a text
+        self._moves: dict[Seat, Moves] = {}  # of accepted nodes, left to the next pass
+        self._passes: dict[Kind, Recorded] = {}
+        self._last: Recorded | None = None
+        self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def _make_pool(self, like: SlotCache) -> None:
+        self.cache = StaticCache(like, self.slots + PAGE)  # the last page is nobody's
+
+    def open(self, tenant: str = "") -> StaticSeat:
+        return StaticSeat(self, tenant)
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.wait()
+
+    def run(self, parts: Sequence[Part]) -> list[Tensor]:
+        """As ever; the logits are good until the next pass, and their ranking is on its way to the host."""
+        for part in parts:
+            part.seat.reserve(len(part.seat.text) + part.visible.shape[1])
+        self._reserve_table(max(len(part.seat.pages) for part in parts))
+        found: dict[int, list[Tensor]] = {id(part): [] for part in parts}
+        in_order = sorted(parts, key=lambda part: part.scored)  # so that the last pass has all logits, if one can
+        waiting = deque(Piece(part, 0, len(part.tokens)) for part in in_order)
+        while waiting:
+            pieces = sorted(next_pass(waiting, self.widest, TEXTS[-1]), key=lambda piece: not piece.part.scored)
+            recorded = self._recorded(pieces)
+            if recorded is None:
+                waiting.extendleft(reversed(pieces))
+                continue
+            start, logits = 0, self._launch(recorded, pieces, last=not waiting)
+            for piece in pieces:
+                if piece.part.scored:
+                    rows = logits[start : start + len(piece)]
+                    found[id(piece.part)].append(rows.clone() if waiting else rows)
+                start += len(piece)
+        for part in parts:
+            part.seat.note_scratch(part.depths)
+        return [joined(found[id(part)], logits) for part in parts]
+
+    def _launch(self, recorded: Recorded, pieces: list[Piece], last: bool) -> Tensor:
+        """The logits of these pieces, those that are scored first; what the last pass found can be read on the host."""
+        recorded.wait()
+        recorded.data.fill(pieces)
+        for moves in recorded.data.hand_over(self._moves.values()):
+            self._move_now(moves)
+        start, wishes = 0, []
+        for piece in pieces:
+            count, part = len(piece), piece.part
+            readable = last and part.scored and count == len(part.tokens)
+            sampling = part.sampling if readable and is_samplable(part.sampling) else None
+            piece.seat.rows = Rows(recorded, start, count, sampling) if readable else None
+            if part.scored:
+                wishes.append((count, sampling))
+            start += count
+        sampled = [sampling for _, sampling in wishes if sampling is not None]
+        if sampled:
+            recorded.data.sample(wishes)
+        logits: Tensor = recorded.run()
+        self._moves.clear()
+        self._last, recorded.last = recorded, None
+        if sampled:
+            with_top_k = any(sampling.warping.top_k > 0 for sampling in sampled)
+            recorded.last = recorded.samplers.get(with_top_k) or self._sampler(recorded, with_top_k)
+            recorded.last()
+        return logits
+
+    def move(self, seat: Seat, sources: Ints, targets: Ints) -> None:
+        """By the next pass: it is launched anyway."""
+        if len(sources) <= MOVED_TOGETHER and seat not in self._moves:
+            self._moves[seat] = sources, targets
+            return
+        self.settle()
+        for first in range(0, len(sources), MOVED_TOGETHER):  # a path goes on: what is read later is not written before
+            here = slice(first, first + MOVED_TOGETHER)
+            self._move_now((sources[here], targets[here]))
+
+    def settle(self) -> None:
+        """Moves now, where no pass follows that could."""
+        for moves in self._moves.values():
+            self._move_now(moves)
+        self._moves.clear()
+
+    def _move_now(self, moves: Moves) -> None:
+        both = np.full((2, MOVED_TOGETHER), self.slots)
+        lay_out([moves], *both)
+        self._move_slots(*torch.from_numpy(both).to(self.device))
+
+    def _move_slots(self, sources: Tensor, targets: Tensor) -> None:
+        for block in self.cache.blocks.values():
+            operations(block.device).move_slots(block, sources, targets)
+
+    def _reserve_table(self, pages: int) -> None:
+        if pages > self.most_pages:
+            self.wait()
+            self._passes.clear()
+            while pages > self.most_pages:
+                self.most_pages *= 4
+
+    def _recorded(self, pieces: list[Piece]) -> Recorded | None:
+        """The pass that can hold them; None: there is no memory for it, and from now on passes are smaller."""
+        kind = kind_of(pieces)
+        try:
+            recorded = self._passes.pop(kind, None) or self._record(kind)
+        except torch.OutOfMemoryError:
+            self._shrink(kind)
+            return None
+        self._passes[kind] = recorded
+        if len(self._passes) > KINDS:
+            del self._passes[next(iter(self._passes))]
+        return recorded
+
+    def _record(self, kind: Kind) -> Recorded:
+        data = PackedPassData(kind, self.most_pages, self.slots, self.device)
+        kept = None if kind.scored == kind.nodes else torch.arange(max(1, kind.scored), device=self.device)
+        ranked = host_memory((kind.scored, 2, min(KEPT, self.columns)), torch.float64, self.device)
+        sampled = host_memory((kind.scored,), torch.long, self.device)
+
+        def compute() -> Tensor:
+            data.arrive()
+            self._move_slots(*data.moves)
+            logits = self.graph_pass(data.tokens, data.positions, data.slots, data.packed, kept)
+            if kind.scored:
+                ranked.copy_(packed(logits), non_blocking=True)
+            return logits
+
+        return Recorded(data, Captured(compute, self.device, self._graphs), ranked.numpy(), sampled)
+
+    def _sampler(self, recorded: Recorded, with_top_k: bool) -> Captured:
+        """Chooses at the nodes of a pass, right behind it."""
+        data, scored = recorded.data, recorded.data.kind.scored
+        key, temperature, top_p, min_p, top_k = data.sampling
+
+        def choose() -> None:
+            following = data.positions[0, :scored] + 1
+            told = (key, following, temperature, top_p, min_p, top_k if with_top_k else 0)
+            recorded.sampled.copy_(sample(recorded.run.output, *told), non_blocking=True)
+
+        recorded.samplers[with_top_k] = Captured(choose, self.device, self._graphs)
+        return recorded.samplers[with_top_k]
+
+    def graph_pass(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, data: PackedData, kept: Tensor | None = None
+    ) -> Tensor:
+        """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured. `kept`:
+        of these nodes alone."""
+        self.cache.slots, self.cache.shown = slots, None
+        with self._fusions.borrowed(), self._attention(), self._linears.borrowed(tokens.shape[1]):
+            out = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                packed_data=data,
+                logits_to_keep=0 if kept is None else kept,
+            )
+        logits: Tensor = out.logits[0]
+        return logits if kept is None else logits[: len(kept)]  # some models pass over what is to be kept
+
+    def _shrink(self, kind: Kind) -> None:
+        """A pass of this kind cannot be recorded: more nodes are computed in several."""
+        self._last = None
+        self._passes.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if kind.nodes == NODES[0]:
+            raise torch.OutOfMemoryError(f"{self.device} has no memory left for a pass over texts")
+        self.widest = max(nodes for nodes in NODES if nodes < kind.nodes)
+        notice(f"no GPU memory for passes of {kind.nodes} nodes: going on with {self.widest} at most")
+
+
+class StaticSeat(Seat):
+    """One text's place; what a pass found for it comes to the host with that of the others."""
+
+    ranks = works_alone = True
+    engine: PackedStaticEngine
+
+    def __init__(self, engine: PackedStaticEngine, tenant: str = "") -> None:
+        self.rows: Rows | None = None  # of the last pass
+        super().__init__(engine, tenant)
+
+    @property
+    def pages(self) -> list[int]:
+        return self._pages
+
+    @pages.setter
+    def pages(self, pages: list[int]) -> None:
+        self._pages: list[int] = pages
+        self._table: NDArray[np.int32] | None = None
+
+    @property
+    def table(self) -> NDArray[np.int32]:
+        """The pages as a pass is told of them."""
+        if self._table is None:
+            self._table = np.array(self._pages, dtype=np.int32)
+        return self._table
+
+    def rank(self, logits: Tensor) -> Ranking:
+        rows = self.rows
+        if rows is None or rows.count != len(logits):
+            return super().rank(logits)
+        rows.recorded.wait()
+        return Ranking.read(rows.recorded.ranked[rows.start : rows.start + rows.count])
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None:
+        rows = self.rows
+        if rows is None or rows.count != len(logits) or rows.sampling != sampling:
+            return None
+        rows.recorded.wait()
+        found: list[int] = rows.recorded.sampled[rows.start : rows.start + rows.count].tolist()
+        return found
+
+    def _copy_known(self) -> None:
+        """Pages are read where they lie, in any order."""
+
+
+def kind_of(pieces: list[Piece]) -> Kind:
+    nodes, scored = sum(map(len, pieces)), sum(len(piece) for piece in pieces if piece.part.scored)
+    width = at_least(NODES, nodes)
+    few = width if scored > FEW_SCORED or scored == nodes else min(width, FEW_SCORED if scored else 0)
+    words = words_for(max(piece.scratch for piece in pieces))
+    return Kind(width, at_least(TEXTS, len(pieces)), words, few)
+
+
+def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else like[:0]
+
+
+def at_least(sizes: Sequence[int], needed: int) -> int:
+    return next(size for size in sizes if needed <= size)
+
+
+def is_samplable(sampling: Sampling | None) -> bool:
+    return sampling is not None and sampling.warping.top_k <= MOST_KEPT

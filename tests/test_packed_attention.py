@@ -1,0 +1,323 @@
+"""Attention over many texts at once: a node's values are those of its own path, by the reference and by the kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_tools import interpreter
+from test_graph_attention import OPTIONS, TOLERANCE, ancestor_words
+from torch import Tensor
+
+from draftgraph import UnsupportedModelError
+from draftgraph.engine.packed_graph import PackedData, attend, packed_graph_attention, packed_kernel, reference
+from draftgraph.engine.pages import PAGE
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Random trees behind texts in scattered pages; slots that no text has written are not numbers."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    data: PackedData
+    paths: list[list[list[int]]]  # of every text, of every node: the scratch slots it sees
+
+    @property
+    def states(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def real(self) -> int:
+        """Nodes that belong to a text."""
+        return int(self.data.starts[-1])
+
+    def options(self, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Any:
+        sinks = None if sinks is None else sinks[: self.query.shape[1]].to(self.query)
+        return {"window": window, "softcap": softcap, "sinks": sinks}
+
+    def to(self, device: str, dtype: torch.dtype) -> Scene:
+        query, key, value = (states.to(device, dtype) for states in self.states)
+        data = PackedData(*(part.to(device) for part in self.data.tensors), self.data.most_nodes)
+        return replace(self, query=query, key=key, value=value, data=data)
+
+
+def scene(
+    seed: int = 0,
+    lengths: tuple[int, ...] = (70,),
+    counts: tuple[int, ...] = (5,),  # nodes of each text
+    drafted: tuple[int, ...] | int = 0,  # scratch slots of earlier passes
+    groups: int = 2,
+    heads: int = 1,  # of a group
+    padding: int = 3,  # nodes that only fill the pass up
+    size: int = 64,
+    value_size: int | None = None,
+    spare: int = 2,  # pages of a table that no text fills
+) -> Scene:
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    texts, nodes = len(lengths), sum(counts) + padding
+    earlier = (drafted,) * texts if isinstance(drafted, int) else drafted
+    scratch = [before + count for before, count in zip(earlier, counts, strict=True)]
+    words = max(1, math.ceil(max(scratch) / 64))
+    most_pages = max(-(-(length + more) // PAGE) for length, more in zip(lengths, scratch, strict=True)) + spare
+    pool = rng.permutation(texts * most_pages + 1)
+    pages = torch.full((texts, most_pages), 2**30, dtype=torch.int32)  # reading there would be an error
+    visible = torch.zeros(nodes, words * 64, dtype=torch.bool)
+    positions, scratch_positions = torch.zeros(1, nodes, dtype=torch.int64), torch.zeros(texts, words * 64).int()
+    key = torch.full((1, groups, len(pool) * PAGE, size), torch.nan)
+    value = torch.full((1, groups, len(pool) * PAGE, value_size or size), torch.nan)
+    paths: list[list[list[int]]] = []
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    for text, (length, before, count) in enumerate(zip(lengths, earlier, counts, strict=True)):
+        tree: list[list[int]] = []
+        for node in range(before + count):
+            recent = max(0, node - 12)  # deep trees, so that windows cut paths
+            tree.append([*(tree[int(rng.integers(recent, node))] if node else []), node])
+            scratch_positions[text, node] = length + len(tree[node]) - 1
+        for node, path in enumerate(tree[before:]):
+            visible[starts[text] + node, path] = True
+            positions[0, starts[text] + node] = length + len(path) - 1
+        paths.append(tree[before:])
+        held = -(-(length + before + count) // PAGE)
+        pages[text, :held] = torch.from_numpy(pool[text * most_pages : text * most_pages + held])
+        place = torch.arange(length + before + count)
+        slots = pages[text].long()[place // PAGE] * PAGE + place % PAGE
+        for states in (key, value):
+            states[:, :, slots] = torch.randn(1, groups, len(place), states.shape[-1], generator=generator)
+    query = torch.randn(1, nodes, groups * heads, size, generator=generator).transpose(1, 2)
+    data = PackedData(
+        torch.from_numpy(starts).int(),
+        torch.tensor(lengths, dtype=torch.int32),
+        pages,
+        ancestor_words(visible),
+        positions,
+        scratch_positions,
+        nodes,
+    )
+    return Scene(query, key, value, data, paths)
+
+
+def naive(scene: Scene, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """One query after the other, over a list of the slots that it sees."""
+    _, heads, nodes, _ = scene.query.shape
+    shared = heads // scene.key.shape[1]
+    out = torch.zeros(1, nodes, heads, scene.value.shape[-1], dtype=torch.float64)
+    for text, start in enumerate(scene.data.starts[:-1].tolist()):
+        length, pages = int(scene.data.lengths[text]), scene.data.pages[text].tolist()
+        for node, path in enumerate(scene.paths[text]):
+            seen = {place: place for place in range(length)}
+            seen |= {length + j: length + depth for depth, j in enumerate(path)}
+            last = length + len(path) - 1
+            places = [place for place, position in seen.items() if window is None or last - position < window]
+            slots = [pages[place // PAGE] * PAGE + place % PAGE for place in places]
+            for head in range(heads):
+                key, value = (states[0, head // shared, slots].double() for states in (scene.key, scene.value))
+                score = key @ scene.query[0, head, start + node].double() * scale
+                if softcap is not None:
+                    score = softcap * torch.tanh(score / softcap)
+                if sinks is not None:
+                    score = torch.cat([score, sinks[head : head + 1].double()])
+                    value = torch.cat([value, torch.zeros(1, value.shape[-1])])
+                out[0, start + node, head] = torch.softmax(score, 0) @ value
+    return out
+
+
+RAGGED: dict[str, Any] = {"lengths": (0, 1, 65, 30, 130), "counts": (3, 0, 7, 1, 12), "drafted": (0, 4, 9, 0, 60)}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_node_attends_to_its_own_text_and_path(options: dict[str, Any]) -> None:
+    given = scene(**RAGGED, groups=2, heads=3, size=16, value_size=24)
+    options = given.options(**options)
+    found = packed_graph_attention(*given.states, given.data, 0.3, **options)
+    torch.testing.assert_close(found.double(), naive(given, 0.3, **options), rtol=0, atol=2e-6)
+    assert found[:, given.real :].eq(0).all()
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[..., Tensor]]:
+    """The kernel in Triton's interpreter, in a process of its own."""
+    if (kernel := packed_kernel()) is None:
+        pytest.skip("Triton is not installed")
+    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
+    # So that memory which is allocated and never written is not a number.
+    strict = {"initializer": torch.use_deterministic_algorithms, "initargs": (True,)}
+    with interpreter(**strict) as call:
+        yield lambda *arguments, **options: call(kernel.attend, *arguments, **options)
+
+
+def sixteen_texts(nodes: int) -> dict[str, Any]:
+    return {"lengths": tuple(range(0, 16 * 9, 9)), "counts": (nodes, *[1] * 14, 0)}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one node": {"lengths": (65,), "counts": (1,), "heads": 3, "padding": 7},
+    "one text of many nodes": {"lengths": (100,), "counts": (70,), "heads": 3, "padding": 58},
+    "ragged": RAGGED | {"heads": 3},
+    "ragged, one head": RAGGED | {"groups": 1},
+    "nobody there": {"lengths": (40, 0), "counts": (0, 0), "padding": 8},
+    "no padding": {"lengths": (40, 17), "counts": (8, 8), "padding": 0, "spare": 0},
+    "one with many, many with one": sixteen_texts(60) | {"heads": 2},
+    "a level of a draft": {"lengths": (64, 300), "counts": (8, 8), "drafted": (66, 3), "heads": 3},
+    "a size between powers of two": RAGGED | {"heads": 2, "size": 80},
+    "a small size": RAGGED | {"heads": 2, "size": 8},
+    "a large size": {"lengths": (33, 70), "counts": (2, 1), "size": 256, "groups": 1},
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_gives_what_its_reference_gives(
+    interpreted: Callable[..., Tensor], shape: dict[str, Any], splits: int
+) -> None:
+    given = scene(1, **shape).to("cpu", torch.float16)
+    found = interpreted(*given.states, given.data, 0.2, splits=splits)
+    expected = reference(*given.states, given.data, 0.2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_kernel_knows_windows_caps_and_sinks(
+    interpreted: Callable[..., Tensor], options: dict[str, Any], splits: int
+) -> None:
+    given = scene(2, **RAGGED, groups=1, heads=3)
+    options = given.options(**options)
+    found = interpreted(*given.states, given.data, 0.2, splits=splits, **options)
+    expected = reference(*given.states, given.data, 0.2, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_kernel_takes_any_strides(interpreted: Callable[..., Tensor]) -> None:
+    given = scene(3, **RAGGED, heads=2)
+    kept = given.key.transpose(1, 2).contiguous().transpose(1, 2)  # slots before heads
+    columns = given.value.mT.contiguous().mT  # columns apart
+    found = interpreted(given.query.contiguous(), kept, columns, given.data, 0.2, splits=2)
+    torch.testing.assert_close(found, reference(*given.states, given.data, 0.2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernel_compiles_for_a_gpu(dtype: torch.dtype, window: int | None) -> None:
+    """The interpreter runs what the compiler refuses."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from draftgraph.engine.graph_kernel import Tiling
+    from draftgraph.engine.packed_kernel import RESERVE, _attend
+
+    size, name = dtype.itemsize, "*bf16" if dtype == torch.bfloat16 else "*fp32"
+    for nodes, single in ((8, False), (128, True)):
+        tiling = Tiling.of(nodes, 128, size, 227 * 1024 - RESERVE)
+        fixed = {"heads": 4, "size": 128, "columns": 128, "queries": tiling.queries, "slots": tiling.slots}
+        fixed |= {"padded_texts": 128, "single": single, "precision": "ieee" if size == 4 else "tf32"}
+        fixed |= {"cap": None, "sinks": None, "window": window}
+        kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions"), "*i32")
+        kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
+        kinds |= dict.fromkeys(("query", "key", "value", "out"), name)
+        kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
+        kinds |= {name: "constexpr" for name, value in fixed.items() if name != "window" or value is None}
+        signature = {argument: kinds.get(argument, "i32") for argument in _attend.arg_names}
+        constants = {name: value for name, value in fixed.items() if signature[name] == "constexpr"}
+        source = ASTSource(fn=_attend, signature=signature, constexprs=constants)
+        options = {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1}
+        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert found.asm["cubin"] and found.metadata.shared <= 227 * 1024 // tiling.at_once
+
+
+def test_additions_that_only_a_mask_could_hold_are_refused() -> None:
+    given = scene()
+    with pytest.raises(UnsupportedModelError, match="Linear needs position_bias"):
+        attend(torch.nn.Linear(1, 1), *given.states, None, packed_data=given.data, position_bias=torch.ones(1))
+    with pytest.raises(UnsupportedModelError, match="Linear does not pass on"):
+        attend(torch.nn.Linear(1, 1), *given.states, None)
+
+
+def test_a_compiled_model_takes_it_without_a_break() -> None:
+    given = scene(**RAGGED)
+
+    def twice(query: Tensor) -> Tensor:
+        return 2 * packed_graph_attention(query, given.key, given.value, given.data, 0.2, window=4)
+
+    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(given.query), twice(given.query))
+
+
+# Few: each is compiled, which takes seconds.
+ON_CUDA = [
+    *((shape, options, torch.bfloat16) for shape in SHAPES for options in ("plain", "all")),
+    *(("ragged", options, torch.float16) for options in OPTIONS),
+    *((shape, "all", torch.float32) for shape in ("one node", "ragged", "a size between powers of two")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "options", "dtype"), ON_CUDA)
+def test_the_kernel_gives_what_its_reference_gives_on_cuda(shape: str, options: str, dtype: torch.dtype) -> None:
+    given = scene(4, **SHAPES[shape]).to("cuda", dtype)
+    kernel, told = packed_kernel(), given.options(**OPTIONS[options])
+    assert kernel is not None and kernel.supports(*given.states)
+    found = packed_graph_attention(*given.states, given.data, 0.2, **told)
+    expected = reference(*given.states, given.data, 0.2, **told)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "64 texts": {"lengths": tuple(range(0, 6400, 100)), "counts": (8,) * 64, "groups": 8, "heads": 4},
+    "a long one": {"lengths": (9000,), "counts": (512,), "groups": 8, "heads": 4, "padding": 0},
+    "a piece of a prompt among steps": {"lengths": (700,) * 33, "counts": (256, *[2] * 32), "groups": 4},
+    "large heads": {"lengths": (3000, 40), "counts": (64, 64), "groups": 2, "heads": 8, "size": 256},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [None, 1, 5])
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
+def test_many_and_long_texts_on_cuda(shape: dict[str, Any], splits: int | None) -> None:
+    given = scene(5, **{"size": 128} | shape).to("cuda", torch.bfloat16)
+    found = packed_kernel().attend(*given.states, given.data, 0.1, splits=splits)
+    torch.testing.assert_close(found, reference(*given.states, given.data, 0.1), rtol=0, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_captured_launch_is_right_for_other_texts_and_trees(window: int | None) -> None:
+    shares: list[dict[str, Any]] = [
+        {"lengths": (300, 0, 10), "counts": (10, 20, 30), "drafted": 4, "padding": 4, "spare": 0},
+        {"lengths": (1, 64, 290), "counts": (0, 0, 64), "drafted": 0, "padding": 0, "spare": 0},
+        {"lengths": (65, 300, 7), "counts": (1, 1, 1), "drafted": 9, "padding": 61, "spare": 0},
+    ]
+    shared: dict[str, Any] = {"heads": 3, "groups": 3}
+    scenes = [scene(seed, **shared, **share) for seed, share in enumerate(shares)]
+    most = max(given.data.pages.shape[1] for given in scenes)
+    slots = max(given.key.shape[2] for given in scenes)
+    live: list[Tensor] = []
+    for number, given in enumerate(scenes):
+        widened = [torch.nn.functional.pad(states, (0, 0, 0, slots - states.shape[2])) for states in given.states[1:]]
+        pages = torch.nn.functional.pad(given.data.pages, (0, most - given.data.pages.shape[1]))
+        data = replace(given.data, pages=pages)
+        scenes[number] = replace(given, key=widened[0], value=widened[1], data=data).to("cuda", torch.bfloat16)
+    live = [tensor.clone() for tensor in (*scenes[0].states, *scenes[0].data.tensors)]
+
+    def launch() -> Tensor:
+        return packed_graph_attention(*live[:3], PackedData(*live[3:], scenes[0].data.most_nodes), 0.2, window)
+
+    launch()  # compiles
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = launch()
+    for given in scenes[::-1]:
+        for buffer, tensor in zip(live, (*given.states, *given.data.tensors), strict=True):
+            buffer.copy_(tensor)
+        captured.replay()
+        expected = reference(*given.states, given.data, 0.2, window)
+        torch.testing.assert_close(out, expected, rtol=0, atol=3e-2)
