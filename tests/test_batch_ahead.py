@@ -145,3 +145,21 @@ def test_ends_of_a_text_are_its_own(decoder: GraphDecoder, batch_of: Any) -> Non
     run(together, texts)
     assert texts[0].going.new_tokens == alone(decoder, [2, 4, 1], arguments, 0)
     assert texts[1].going.new_tokens == alone(decoder, [1, 5, 9], {"max_new_tokens": 20}, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 4, 20])  # texts: 1, 4 and 64 of a program, and fewer as they leave
+def test_everybody_gets_what_he_would_get_alone_on_a_gpu(count: int) -> None:
+    target = target_of("llama", dtype=torch.float64)
+    draft = perturbed(target, 0.1)
+    plain = GraphDecoder(target)
+    jobs = [job for job in asked_for_free(40, seed=7) if job[2].mode in ("auto", "off")][:count]
+    expected = [alone(plain, prompt, arguments, seed) for prompt, arguments, _, seed in jobs]
+    decoder = GraphDecoder(target.cuda(), draft.cuda())
+    texts = [text_of(decoder, *job) for job in jobs]
+    together = Batch(decoder, 16384, count)
+    assert together.ahead is not None
+    run(together, texts)
+    for text, tokens in zip(texts, expected, strict=True):
+        assert text.going.new_tokens == tokens
+    check_left_behind(together)
