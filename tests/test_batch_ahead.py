@@ -150,12 +150,11 @@ def test_ends_of_a_text_are_its_own(decoder: GraphDecoder, batch_of: Any) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 4, 20])  # texts: 1, 4 and 64 of a program, and fewer as they leave
 def test_everybody_gets_what_he_would_get_alone_on_a_gpu(count: int) -> None:
-    target = target_of("llama", dtype=torch.float64)
-    draft = perturbed(target, 0.1)
-    plain = GraphDecoder(target)
+    target = target_of("llama")
+    draft = perturbed(target, 0.1).cuda()
+    decoder = GraphDecoder(target.cuda(), draft)
     jobs = [job for job in asked_for_free(40, seed=7) if job[2].mode in ("auto", "off")][:count]
-    expected = [alone(plain, prompt, arguments, seed) for prompt, arguments, _, seed in jobs]
-    decoder = GraphDecoder(target.cuda(), draft.cuda())
+    expected = [alone(decoder, prompt, arguments, seed) for prompt, arguments, _, seed in jobs]
     texts = [text_of(decoder, *job) for job in jobs]
     together = Batch(decoder, 16384, count)
     assert together.ahead is not None
