@@ -71,10 +71,19 @@ def nodes_worth_checking(tree: TokenTree, cost: CostModel, spent: float = 0.0) -
     return int((rates >= max(NEARLY * rates.max(), rates[0])).nonzero()[0][-1]) + 1
 
 
-@lru_cache(256)
+@lru_cache(1024)
 def _of_passes(cost: Any, most: int) -> Any:
     """Over one node, two nodes, and so on."""
     return cost.of_pass(np.arange(1, most + 1))
+
+
+def price_of_pass(cost: Any, nodes: int) -> float:
+    return float(_of_passes(cost, 1 << (nodes - 1).bit_length())[nodes - 1])
+
+
+@lru_cache(1024)
+def price_of_level(cost: Any, nodes: int) -> float:
+    return float(cost.of_level(np.array([nodes]))[0])
 
 
 class HitRate:

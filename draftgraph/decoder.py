@@ -18,6 +18,7 @@ from draftgraph.cost import FlatCost, HitRate
 from draftgraph.decoding import Decoding
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import WIDTH, DeviceDraft
+from draftgraph.drafting.device_batch import BatchDraft, SeatDraft
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
 from draftgraph.engine.loan import unwrapped
 from draftgraph.engine.runner import Engine
@@ -61,6 +62,7 @@ class GraphDecoder:
         self.kept_batch: Any = None  # of recorded passes over many texts, for the next ones
         self._running: Decoding | None = None
         self._device_drafts: dict[tuple[int, int], DeviceDraft] = {}
+        self._batch_draft: BatchDraft | None = None
         for model, engine in zip(models, (self.target_engine, self.draft_engine), strict=False):
             if engine is not None and not engine.branching:
                 name = type(unwrapped(model)).__name__
@@ -70,11 +72,15 @@ class GraphDecoder:
     def can_branch(self) -> bool:
         return self.target_engine.branching and (self.draft_engine is None or self.draft_engine.branching)
 
-    def draft_proposer(self, config: GraphConfig, ends: frozenset[int]) -> ModelProposer | DeviceDraft | None:
+    def draft_proposer(
+        self, config: GraphConfig, ends: frozenset[int]
+    ) -> ModelProposer | DeviceDraft | SeatDraft | None:
         """The draft model as a source of edges, if there is one."""
         engine = self.draft_engine
         if engine is None:
             return None
+        if self._batch_draft is not None:
+            return self._batch_draft.open(engine, ends)
         on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
         if not on_device or not isinstance(engine, StaticEngine):
             return ModelProposer(engine, self.draft_vocabulary, config.k)
@@ -160,10 +166,11 @@ class GraphDecoder:
         """The same of a text that nobody has read yet; `sample`: which of several with one seed."""
         return Decoding(self, apart(request, row, unwrapped(self.target_model)), row, seed, outputs, config, sample)
 
-    def seated(self, target: Engine, draft: Engine | None) -> GraphDecoder:
-        """The same pair, with the engines of one text among many; what is learnt is learnt for all."""
+    def seated(self, target: Engine, draft: Engine | None, together: BatchDraft | None = None) -> GraphDecoder:
+        """The same pair, with the engines of one text among many, and who drafts for all of them; what is learnt is
+        learnt for all."""
         other = copy.copy(self)
-        other.target_engine, other.draft_engine = target, draft
+        other.target_engine, other.draft_engine, other._batch_draft = target, draft, together
         other._running, other._device_drafts = None, {}
         return other
 

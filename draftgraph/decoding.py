@@ -19,6 +19,7 @@ from draftgraph.errors import DraftGraphError
 from draftgraph.generation import Request
 from draftgraph.graph import TokenTree
 from draftgraph.noise import KeyedNoise
+from draftgraph.ranking import Ranking
 from draftgraph.stats import Stats
 from draftgraph.trace import Step
 from draftgraph.tuning import pricing_of
@@ -34,6 +35,7 @@ class News:
     step: Step
     grown: Grown
     visited: list[int]
+    ranking: Ranking | None
 
 
 class Decoding:
@@ -113,10 +115,14 @@ class Decoding:
 
     def begin(self) -> None:
         """The text has been read: the first step may be drafted."""
-        depth = self._depth_limit()
-        self.grower.plan(self.cost)
-        self.grower.draft_ahead(self.text, depth)
-        self.grower.remember(self.text, depth)
+        self.draft_ahead(self.cost)
+        self.grower.remember(self.text, self._depth_limit())
+
+    def draft_ahead(self, cost: CostModel | None) -> None:
+        """For the next step, under these prices; None: nothing."""
+        if cost is not None:
+            self.grower.plan(cost)
+        self.grower.draft_ahead(self.text, 0 if cost is None else self._depth_limit())
 
     def __iter__(self) -> Iterator[list[int]]:
         """The tokens of every step, until a stop condition holds."""
@@ -170,6 +176,16 @@ class Decoding:
         return chosen
 
     def commit(self, grown: Grown, scored: Scored, chosen: Walk) -> Step:
+        """The accepted path becomes text, the next step is drafted, and what this one says is remembered."""
+        step = self.accept(grown, scored, chosen)
+        if self.finish_reason is None:
+            self.grower.draft_ahead(self.text, self._depth_limit())
+        self.remember()
+        if self.finish_reason is not None or self.decoder.observer is not None or not self.target.works_alone:
+            self.learn()
+        return step
+
+    def accept(self, grown: Grown, scored: Scored, chosen: Walk) -> Step:
         """The accepted path becomes text in both caches; the rest is forgotten."""
         tree, accepted = grown.tree, [0, *chosen.path]
         step = Step(len(self.text) - 1, grown.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
@@ -177,16 +193,18 @@ class Decoding:
         self.grower.commit(grown, chosen.path)
         self.text.extend(chosen.tokens)
         self.finish_reason = chosen.finish_reason
-        self._news = News(step, grown, chosen.visited)
-        if self.finish_reason is None:
-            depth = self._depth_limit()
-            self.grower.draft_ahead(self.text, depth)
-            if self.sources.recycled is not None and scored.ranking is not None:
-                self.sources.recycled.learn(self.text, step.position, tree, chosen.path, scored.ranking)
-            self.grower.remember(self.text, depth)
-        if self.finish_reason is not None or self.decoder.observer is not None or not self.target.works_alone:
-            self.learn()
+        self._news = News(step, grown, chosen.visited, scored.ranking)
         return step
+
+    def remember(self, begin: bool = True) -> None:
+        """What the target said at the nodes of the last step; then the memories may begin the next."""
+        if self.finish_reason is not None or self._news is None:
+            return
+        step, ranking = self._news.step, self._news.ranking
+        if self.sources.recycled is not None and ranking is not None:
+            self.sources.recycled.learn(self.text, step.position, step.tree, step.path, ranking)
+        if begin:
+            self.grower.remember(self.text, self._depth_limit())
 
     def learn(self) -> None:
         """What the last step was, and how well it had been foretold: can wait until the target works on the next."""
@@ -212,6 +230,11 @@ class Decoding:
         """The figures of all steps so far."""
         self.learn()
         return self._stats
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all steps went."""
+        return self._stats.seconds
 
     def _depth_limit(self) -> int:
         """No deeper than the text may still grow, nor across a change of the rotary embedding."""

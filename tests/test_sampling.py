@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from draftgraph.choose import KeyedChooser, Prefix
-from draftgraph.engine.sampling import Warping, lowest_kept, reference, removed_by_top_p, sample
+from draftgraph.engine.sampling import Warping, lowest_kept, perturbed, reference, removed_by_top_p, sample
 from draftgraph.noise import CHOICE, KeyedNoise, gumbel_rows, signed
 
 UNLIKELY = 1e-3  # seeds are fixed, so a test that passes once passes always
@@ -235,11 +235,26 @@ def test_perturbed_logits(interpreted: Run, dtype: torch.dtype) -> None:
     torch.testing.assert_close(noise[0], rows[tokens].float(), rtol=1e-7, atol=0)
 
 
+def test_logits_of_many_texts_are_perturbed_by_their_own_noise(interpreted: Run) -> None:
+    """As many rows of each; a temperature of 0 leaves them as they are."""
+    logits, tokens, positions = logits_of(6, 700), torch.arange(700), torch.tensor([4, 9, 9, 4, 7, 2**31])
+    keys = torch.cat([key_of(KeyedNoise(seed)) for seed in (1, 2, 3)])
+    temperatures = torch.tensor([0.7, 0.0, 1.3], dtype=torch.float64)
+    given = logits, keys, positions, tokens, temperatures
+    found = [perturbed(*given), interpreted("noise_kernel", "perturbed", *given)]
+    for text in range(3):
+        here = slice(2 * text, 2 * text + 2)
+        alone = perturbed(logits[here], keys[text, None], positions[here], tokens, temperatures[text, None])
+        assert torch.equal(found[0][here], alone)
+        torch.testing.assert_close(found[1][here], alone, rtol=1e-7, atol=0)
+    assert torch.equal(found[0][2:4], logits[2:4].float())
+
+
 POINTERS = {
     **dict.fromkeys(("key", "positions", "tokens", "chosen"), "*i64"),
     **dict.fromkeys(("temperature", "top_p", "min_p", "values"), "*fp64"),
     **dict.fromkeys(("lowest", "highs", "perturbed"), "*fp32"),
-    **dict.fromkeys(("row_stride", "columns", "parts", "own"), "i32"),
+    **dict.fromkeys(("row_stride", "columns", "parts", "own", "sharing"), "i32"),
     "places": "*i32",
 }
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgraph import GraphConfig, TokenTree
+from draftgraph import GraphConfig, TokenGraph, TokenTree
 from draftgraph.compiled.selecting import MERGED, aliases_in, merge
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DraftedNodes
+from draftgraph.drafting.past import Past
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.sheet import Sheet, tree_of
 from draftgraph.drafting.suffix import SuffixProposer
@@ -128,6 +129,39 @@ def test_the_text_is_copied_past_what_was_drafted() -> None:
     assert (4, 5, 6, 7, 8, 9) in paths_of(tree) and set(tree.sources[1:]) == {"copied"}
     begin(sheet, text, ends=frozenset({6}))
     assert (4, 5, 6) in paths_of(sheet.select(0.0).tree) and (4, 5, 6, 7) not in paths_of(sheet.select(0.0).tree)
+
+
+def test_answers_of_the_past_are_copied_where_they_match_longer() -> None:
+    """As far as they go, also below what the draft names; the newer half is preferred to the older."""
+    past = Past(20)
+    past.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    past.add([1, 2, 30, 31])  # begins another half
+    assert len(past.halves) == 2
+    sheet = sheet_for([3, 40, 90, 1, 2, 3])
+    assert set(paths_of(sheet.select(0.0).tree)) >= {(40,), (40, 90)}
+    sheet.copied.past = past
+    begin(sheet, [3, 40, 90, 1, 2, 3])
+    tree = sheet.select(0.0).tree
+    assert (4, 5, 6, 7, 8) in paths_of(tree) and set(tree.sources[1:]) == {"copied"}
+    begin(sheet, [77, 1, 2])
+    assert max(paths_of(sheet.select(0.0).tree).items(), key=lambda one: one[1] * (len(one[0]) == 1))[0] == (30,)
+    add(sheet, DraftedNodes(np.array([[3, 70], [80, 81]]), np.array([[0.6, 0.2], [0.2, 0.1]]), [-1, 0]))
+    assert (3, 4) in paths_of(sheet.select(0.0).tree)
+
+
+@given(st.data())
+def test_the_past_says_the_same_on_a_sheet_and_level_by_level(data: Any) -> None:
+    answers = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=4))
+    text = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+    past = Past(16)
+    for answer in answers:
+        past.add(answer)
+    sheet = sheet_for(text, GraphConfig(k=4), max_depth=1)
+    sheet.copied.past = past
+    begin(sheet, text, max_depth=1)
+    found = {path: score for path, score in paths_of(sheet.select(0.0).tree).items() if path}
+    tokens, probs = sheet.copied.propose(TokenGraph(text[-1], GraphConfig(k=4)), [0])
+    assert {path[0] for path in found} == {token for token, chance in zip(tokens[0], probs[0], strict=True) if chance}
 
 
 def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:

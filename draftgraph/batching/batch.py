@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftgraph.batching.ahead import Ahead
 from draftgraph.batching.growing import Growth, checked_nodes, cost_of
 from draftgraph.batching.seats import SeatEngine, packed_or_apart
 from draftgraph.batching.sharing import Experience, Took
 from draftgraph.batching.text import Text
 from draftgraph.decoder import GraphDecoder
+from draftgraph.drafting.batch_program import GraphSeats
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.packed import Part
 from draftgraph.engine.pages import OutOfPages
@@ -39,6 +41,9 @@ class Batch:
         self.draft: SeatEngine | None = None
         if decoder.draft_model is not None:
             self.draft = packed_or_apart(decoder.draft_model, slots, texts)
+        self.ahead: Ahead | None = None
+        if isinstance(self.draft, GraphSeats):
+            self.ahead = Ahead(self.draft, decoder.draft_vocabulary)
         self.most = min(texts, *(engine.most or texts for engine in self.engines))
         self.experience = Experience()
         self.took = Took()
@@ -86,7 +91,7 @@ class Batch:
     def _step(self) -> Taken:
         """Grow everybody's graph, check all in one pass, walk each; pieces of prompts are read in the same pass."""
         ready = [text for text in self.running if text.began]
-        growth = Growth.of(ready, self.draft, self.experience)
+        growth = Growth.of(ready, self.draft, self.ahead, self.experience)
         start = time.perf_counter()
         pieces = self._pieces(bool(ready))
         trees = [Part.of_tree(text.seat, growth.grown[text].tree, text.going.sampling) for text in ready]
@@ -100,8 +105,12 @@ class Batch:
             if not guarded(text, text.read, piece, scores):
                 taken.append((text, None))
         self._begin_read()
+        drafting = self._draft_ahead()
+        for text, step in taken:
+            if step is not None:
+                guarded(text, text.look_back)
         took = growth.took
-        took.verify, took.other = checked - start, time.perf_counter() - checked
+        took.verify, took.other = checked - start, time.perf_counter() - checked - drafting
         if ready and not pieces:
             levels, grown = growth.levels, len(growth.prices)
             self.experience.learn(cost_of(ready[0]), len(ready), checked_nodes(growth), levels, took, grown)
@@ -109,6 +118,16 @@ class Batch:
             text.spend(took)
         self.took = took
         return taken
+
+    def _draft_ahead(self) -> float:
+        """Whoever has reason to draft in the next step sets off; how many seconds that took."""
+        ready = [text for text in self.running if text.began and not text.done]
+        for text in ready:
+            text.look_ahead(self.experience.prices(cost_of(text), len(ready)))
+        start = time.perf_counter()
+        if self.ahead is not None:
+            self.ahead.start(ready)
+        return time.perf_counter() - start
 
     def _walk(self, text: Text, growth: Growth, logits: Tensor) -> Step | None:
         steps: list[Step] = []
@@ -142,7 +161,7 @@ class Batch:
     def _admit(self, taken: Taken) -> None:
         while self.waiting and len(self.running) < self.most and self._has_room(self.waiting[0]):
             text = self.waiting.popleft()
-            if guarded(text, text.open, self.decoder, self.target, self.draft):
+            if guarded(text, text.open, self.decoder, self.target, self.draft, self.ahead):
                 self.running.append(text)
             else:
                 taken.append((text, None))
@@ -158,6 +177,7 @@ class Batch:
             for seat in text.seats:
                 seat.forget(0)
             if text.began:
+                text.going.learn()
                 text.going.begin()
         newest = self.running.pop()
         newest.close()
@@ -166,6 +186,7 @@ class Batch:
         else:
             newest.failure = error
             taken.append((newest, None))
+        self._draft_ahead()
 
 
 def guarded(text: Text, act: Callable[..., Any], *given: Any) -> bool:

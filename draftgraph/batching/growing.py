@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from draftgraph.batching.ahead import Ahead
 from draftgraph.batching.seats import SeatEngine
 from draftgraph.batching.sharing import Experience, SharedCost, Took
 from draftgraph.batching.text import Text
-from draftgraph.drafting.growers import Grown
+from draftgraph.drafting.device_batch import SeatDraft
+from draftgraph.drafting.growers import Grown, SheetGrower
 from draftgraph.drafting.model import Asked, Told
 from draftgraph.engine.packed import Part
 from draftgraph.trace import Step
@@ -31,20 +33,32 @@ class Growth:
     _level_shares: dict[Text, float] = field(default_factory=dict)  # seconds
 
     @classmethod
-    def of(cls, texts: list[Text], draft: SeatEngine | None, experience: Experience) -> Growth:
-        start = time.perf_counter()
+    def of(cls, texts: list[Text], draft: SeatEngine | None, ahead: Ahead | None, experience: Experience) -> Growth:
+        start, begun = time.perf_counter(), ahead.seconds if ahead is not None else 0.0
         growth = cls()
         asking: dict[Text, Generator[Asked, Told, Grown]] = {}
         for text in texts:
-            prices = experience.prices(cost_of(text), len(texts))
-            if len(texts) > 1 and text.config.mode == "auto" and not text.appetite.wants():
+            if not text.hungry:
                 growth.grown[text] = text.going.ungrown()
-            else:
-                growth.prices[text] = prices
-                asking[text] = text.going.growing(prices)
+                continue
+            growth.prices[text] = experience.prices(cost_of(text), len(texts))
+            asking[text] = text.going.growing(growth.prices[text])
+            if isinstance(text.going.grower, SheetGrower):
+                text.going.grower.listen()
         growth._together(asking, draft)
-        growth.took.grow = time.perf_counter() - start - growth.took.levels
+        waited = ahead.seconds - begun if ahead is not None else 0.0
+        growth.took.grow = time.perf_counter() - start - growth.took.levels - waited
+        if ahead is not None:
+            growth._count(texts, ahead)
         return growth
+
+    def _count(self, texts: list[Text], ahead: Ahead) -> None:
+        """What the drafts have cost that set off by themselves."""
+        self.levels += ahead.fed
+        self.took.levels += ahead.seconds
+        drafted = {text: text.draft.levels for text in texts if isinstance(text.draft, SeatDraft)}
+        for text, levels in drafted.items():
+            self._level_shares[text] = ahead.seconds * levels / max(1, sum(drafted.values()))
 
     def _together(self, asking: dict[Text, Generator[Asked, Told, Grown]], draft: SeatEngine | None) -> None:
         answers: dict[Text, Told | None] = dict.fromkeys(asking)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from draftgraph.cost import price_of_pass
 from draftgraph.graph import Floats, Ints
 from draftgraph.tuning.latency import MeasuredCost
 
@@ -90,6 +91,7 @@ class Experience:
     _checks: Known = field(default_factory=dict)
     _levels: Known = field(default_factory=dict)
     _host: float = 0.0
+    _ratios: dict[int, tuple[Ratios, Ratios, float]] = field(default_factory=dict)  # by texts, since it last learnt
 
     def prices(self, cost: Any, texts: int) -> Any:
         """For one of so many."""
@@ -97,13 +99,17 @@ class Experience:
             return cost
         if not isinstance(cost, MeasuredCost):  # not in seconds: nothing can be compared with it
             return shared(cost, texts, (), (), 0.0)
-        checks, levels = (ratios_of(known.get(texts.bit_length(), {})) for known in (self._checks, self._levels))
-        return shared(cost, texts, checks, levels, rounded(self._host))
+        size = texts.bit_length()
+        if size not in self._ratios:
+            checks, levels = (ratios_of(known.get(size, {})) for known in (self._checks, self._levels))
+            self._ratios[size] = checks, levels, rounded(self._host)
+        return shared(cost, texts, *self._ratios[size])
 
     def learn(self, cost: Any, texts: int, nodes: int, levels: list[int], took: Took, grown: int) -> None:
         """A step of so many texts checked so many nodes; its draft was fed so many in each pass."""
         if not isinstance(cost, MeasuredCost):
             return
+        self._ratios.clear()
         checks, drafts = (known.setdefault(texts.bit_length(), {}) for known in (self._checks, self._levels))
         mix(checks, nodes, took.verify / float(cost.of_pass(np.array([nodes]))[0]))
         if levels:
@@ -146,7 +152,7 @@ class Appetite:
 
     def learn(self, added: int, nodes: int, spent: float, prices: Any) -> None:
         """A graph of so many nodes, for which the draft took so long, added so many tokens."""
-        alone, checked = prices.of_pass(np.array([1, max(2, nodes)]))
+        alone, checked = price_of_pass(prices, 1), price_of_pass(prices, max(2, nodes))
         self.gain += 2 * NEW * (added - self.gain)
         self.price += 2 * NEW * (spent + checked - alone - self.price)
         if self.gain * alone > self.price:

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from draftgraph.batching.ahead import Ahead
 from draftgraph.batching.seats import SeatEngine
-from draftgraph.batching.sharing import Appetite, Took
+from draftgraph.batching.sharing import Appetite, SharedCost, Took
 from draftgraph.choose import Outputs, Scored
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
 from draftgraph.decoding import Decoding
+from draftgraph.drafting.device_batch import SeatDraft
 from draftgraph.drafting.growers import Grown
 from draftgraph.drafting.model import ModelProposer
 from draftgraph.drafting.past import Past
@@ -41,6 +43,7 @@ class Text:
     admitted: float | None = None  # when it first had a place
     began: bool = False  # it has been read: it takes steps
     appetite: Appetite = field(default_factory=Appetite)
+    hungry: bool = True  # it is to have a graph in the next step
 
     @property
     def going(self) -> Decoding:
@@ -61,21 +64,22 @@ class Text:
         return self.going.target
 
     @property
-    def draft(self) -> ModelProposer | None:
+    def draft(self) -> ModelProposer | SeatDraft | None:
         draft = self.going.draft
-        assert draft is None or isinstance(draft, ModelProposer)
+        assert draft is None or isinstance(draft, ModelProposer | SeatDraft)
         return draft
 
     @property
     def seats(self) -> list[Any]:
         return [self.seat, *([self.draft.engine] if self.draft else [])]
 
-    def open(self, decoder: GraphDecoder, target: SeatEngine, draft: SeatEngine | None) -> None:
+    def open(self, decoder: GraphDecoder, target: SeatEngine, draft: SeatEngine | None, ahead: Ahead | None) -> None:
         """Takes places, where something of it may be known already."""
         self.admitted = self.admitted or time.monotonic()
         if self.decoding is None:
-            drafts = draft is not None and self.config.drafts
-            seated = decoder.seated(target.open(self.tenant), draft.open(self.tenant) if draft and drafts else None)
+            seat = draft.open(self.tenant) if draft is not None and self.config.drafts else None
+            together = ahead.draft_for(self.config) if ahead is not None and seat is not None else None
+            seated = decoder.seated(target.open(self.tenant), seat, together)
             self.decoding = seated.begun(self.request, 0, self.seed, self.outputs, self.config, self.sample)
             if self.decoding.sources.copied is not None:
                 self.decoding.sources.copied.past = self.past
@@ -129,10 +133,23 @@ class Text:
         ranking = target.rank(logits) if remembers or target.ranks else None
         scored = Scored(logits, ranking, target.sample(logits, decoding.sampling) if decoding.sampling else None)
         walked = decoding.walk(grown.tree, scored)
-        return decoding.commit(grown, scored if remembers else replace(scored, ranking=None), walked)
+        return decoding.accept(grown, scored if remembers else replace(scored, ranking=None), walked)
+
+    def look_ahead(self, prices: Any) -> None:
+        """Says what it is to draft for the next step, under these prices."""
+        alone = not isinstance(prices, SharedCost)
+        self.hungry = alone or self.config.mode != "auto" or self.appetite.wants()
+        self.going.draft_ahead(prices if self.hungry else None)
+
+    def look_back(self) -> None:
+        """Takes in what its last step has shown, some of it later if there is time while the target is at work. Who is
+        not hungry needs no memories in the next."""
+        self.going.remember(begin=self.hungry)
+        if self.done or not self.going.target.works_alone:
+            self.going.learn()
 
     def spend(self, took: Took) -> None:
-        seconds = self.going.stats.seconds
+        seconds = self.going.seconds
         seconds["draft"] += took.grow + took.levels
         seconds["verify"] += took.verify
         seconds["other"] += took.other

@@ -147,6 +147,15 @@ def follow(known: Automaton, state: int, matched: int, token: int) -> tuple[int,
 
 
 @compiled
+def end_of(known: Automaton, tokens: NDArray[np.int64]) -> tuple[int, int]:
+    """Where a path of these tokens ends: see `follow`."""
+    state, matched = EMPTY, 0
+    for token in tokens:
+        state, matched = follow(known, state, matched, token)
+    return state, matched
+
+
+@compiled
 def continuations(
     known: Automaton, state: int, matched: int, tokens: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> int:

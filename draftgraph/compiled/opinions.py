@@ -63,6 +63,8 @@ def correct(estimates: Floats, k: int, places: Floats, curves: Floats, chances: 
         source = 0 if column < k else 1 + (column - k) // CHOICES
         chances[column] = height(estimates[column], places, curves[source])
     for column in range(len(estimates) - 1, -1, -1):
+        if chances[column] <= 0.0:
+            continue
         better = 0
         for other in range(len(estimates)):
             better += chances[other] > chances[column]

@@ -102,3 +102,40 @@ def fill_texts(
         tokens[left], positions[left], slots[left] = 0, 0, idle + (left - node) % page
         for word in range(words):
             ancestors[left, word] = 0
+
+
+@compiled
+def pack(
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    ancestors: Ints,
+    last: Ints,
+    starts: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    pages: NDArray[np.int32],
+    new: Ints,
+    counts: Ints,
+    before: Ints,
+    trash: int,
+    page: int,
+) -> None:
+    """The new tokens of texts, one text after the other, so many of each behind so many: each sees those before it.
+    Texts that are not there have none; nodes that only fill the pass up write where nothing is kept."""
+    node = 0
+    for text in range(len(last)):
+        starts[text], lengths[text] = node, 0
+        if text >= len(counts):
+            pages[text, 0] = trash // page
+        else:
+            lengths[text] = before[text]
+            for place in range(counts[text]):
+                at = before[text] + place
+                tokens[node], positions[node] = new[node], at
+                slots[node] = pages[text, at // page] * page + at % page
+                ancestors[node] = (np.int64(2) << np.int64(place)) - 1
+                node += 1
+        last[text] = max(node - 1, 0)
+    starts[len(last)] = node
+    for rest in range(node, len(tokens)):
+        tokens[rest], positions[rest], slots[rest], ancestors[rest] = 0, 0, trash, 1

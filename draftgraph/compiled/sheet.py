@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import exp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,10 @@ ROW = np.dtype(
         ("depth", np.int64),
         ("state", np.int64),  # where the path leads to in the text before
         ("matched", np.int64),
+        ("newer_state", np.int64),  # and in the answers of the past
+        ("newer_matched", np.int64),
+        ("older_state", np.int64),
+        ("older_matched", np.int64),
         ("context", np.int64),  # the last tokens of the path
         ("length", np.int64),
         ("drafted", np.int64),
@@ -57,6 +61,9 @@ class Memories(NamedTuple):
     noted: int  # rankings, ever
     noise: Noise
     position: int  # of the root's next token
+    newer: Automaton  # answers of the past, in two halves
+    older: Automaton
+    roots: Ints  # [halves, 2]: the root's state and how many tokens match there; as many halves as there are
 
 
 def rows_for(rows: int, k: int) -> Rows:
@@ -85,6 +92,10 @@ def begin(
     rows = sheet.rows
     rows["parent"][0], rows["token"][0], rows["depth"][0], rows["reach"][0] = NO_ROW, last_tokens[-1], 0, 1.0
     rows["state"][0], rows["matched"][0] = root
+    if len(memories.roots) > 0:
+        rows["newer_state"][0], rows["newer_matched"][0] = memories.roots[0, 0], memories.roots[0, 1]
+    if len(memories.roots) > 1:
+        rows["older_state"][0], rows["older_matched"][0] = memories.roots[1, 0], memories.roots[1, 1]
     rows["context"][0], rows["length"][0] = context_of(last_tokens), len(last_tokens)
     likely, size = np.empty((1 + MEMORY_ROWS) * CHOICES, dtype=THING), 0
     row = open_row(sheet, memories, k)
@@ -112,6 +123,12 @@ def row_of(sheet: Rows, memories: Memories, k: int, parent: int, token: int, cha
     rows["depth"][row], rows["reach"][row] = rows["depth"][parent] + 1, rows["reach"][parent] * chance
     match = follow(memories.automaton, rows["state"][parent], rows["matched"][parent], token)
     rows["state"][row], rows["matched"][row] = match
+    if len(memories.roots) > 0:
+        match = follow(memories.newer, rows["newer_state"][parent], rows["newer_matched"][parent], token)
+        rows["newer_state"][row], rows["newer_matched"][row] = match
+    if len(memories.roots) > 1:
+        match = follow(memories.older, rows["older_state"][parent], rows["older_matched"][parent], token)
+        rows["older_state"][row], rows["older_matched"][row] = match
     rows["context"][row] = longer(rows["context"][parent], token)
     rows["length"][row] = min(rows["length"][parent] + 1, LONGEST)
     return open_row(sheet, memories, k)
@@ -130,7 +147,7 @@ def open_row(sheet: Rows, memories: Memories, k: int) -> int:
     if not one["reach"] > LEAST:
         return row  # type: ignore[no-any-return]
     copied, recycled = named[k : k + CHOICES], named[k + CHOICES :]
-    copies(memories.automaton, one["state"], one["matched"], copied, said[k : k + CHOICES])
+    copy(memories, one, copied, said[k : k + CHOICES])
     found, matched = find_ranking(memories.rankings, memories.noted, one["context"], one["length"])
     if matched:
         position = memories.position + one["depth"]
@@ -141,6 +158,19 @@ def open_row(sheet: Rows, memories: Memories, k: int) -> int:
                 said[k + same] = max(said[k + same], said[place])
                 named[place], said[place] = NO_TOKEN, 0.0
     return row  # type: ignore[no-any-return]
+
+
+@compiled
+def copy(memories: Memories, one: Any, tokens: Ints, chances: Floats) -> None:
+    """What followed in the text, or in answers of the past where they match longer."""
+    newer = one["newer_matched"] if len(memories.roots) > 0 else 0
+    older = one["older_matched"] if len(memories.roots) > 1 else 0
+    if max(newer, older) <= one["matched"]:
+        copies(memories.automaton, one["state"], one["matched"], tokens, chances)
+    elif newer >= older:
+        copies(memories.newer, one["newer_state"], newer, tokens, chances)
+    else:
+        copies(memories.older, one["older_state"], older, tokens, chances)
 
 
 @compiled

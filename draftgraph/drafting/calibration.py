@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from draftgraph.compiled.calibrating import count, fit
 from draftgraph.graph import Bools, Floats, Source
 
 EDGES = np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98])  # of bins
@@ -47,7 +48,7 @@ class Table:
     """The outcomes of one source."""
 
     def __init__(self) -> None:
-        self._tried, self._expected, self._accepted = np.zeros((3, len(KNOTS)))
+        self._counts = np.zeros((3, len(KNOTS)))  # tried, expected, accepted
         self.curve = PLACES.copy()
 
     def follow(self, estimates: Floats) -> Floats:
@@ -56,26 +57,5 @@ class Table:
         return heights
 
     def observe(self, estimates: Floats, accepted: Bools) -> None:
-        bins = np.searchsorted(EDGES, estimates, side="right")
-        self._tried += np.bincount(bins, minlength=len(KNOTS))
-        self._expected += np.bincount(bins, estimates, len(KNOTS))
-        self._accepted += np.bincount(bins, accepted, len(KNOTS))
-        fading = np.minimum(1.0, WINDOW / np.maximum(self._tried, 1.0))
-        for counts in (self._tried, self._expected, self._accepted):
-            counts *= fading
-        ratio = (self._accepted + PRIOR) / (self._expected + PRIOR)
-        heights = never_falling(np.minimum(ratio * KNOTS, 1.0), self._tried + PRIOR)
-        self.curve = np.array([0.0, *heights, max(heights[-1], min(1.0, heights[-1] / KNOTS[-1]))])
-
-
-def never_falling(heights: Floats, weights: Floats) -> Floats:
-    """The nearest curve without a fall: neighbours that break the order are pooled (Ayer et al., 1955)."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, bins
-    for height, weight in zip(heights.tolist(), weights.tolist(), strict=True):
-        pool = (height, weight, 1)
-        while pools and pools[-1][0] >= pool[0]:
-            mean, mass, bins = pools.pop()
-            total = mass + pool[1]
-            pool = ((mean * mass + pool[0] * pool[1]) / total, total, bins + pool[2])
-        pools.append(pool)
-    return np.repeat([mean for mean, _, _ in pools], [bins for _, _, bins in pools])
+        count(self._counts, EDGES, estimates, accepted, WINDOW)
+        fit(self._counts, KNOTS, PRIOR, self.curve)

@@ -173,8 +173,7 @@ class DeviceDraft:
         self.readable = vocabulary.readable
         self._vocabulary = vocabulary
         device, size = engine.device, vocabulary.target_size
-        written = vocabulary.written
-        self.written = (torch.arange(size) if written is None else written).to(device)
+        self.written = tokens_written(vocabulary, device)
         self.k = min(k, len(self.written))
         self.is_end = torch.zeros(max(size, int(self.written.max()) + 1), dtype=torch.bool, device=device)
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -268,6 +267,12 @@ class DeviceDraft:
         if key not in self._programs:
             self._programs[key] = Program(self, *key)
         return self._programs[key]
+
+
+def tokens_written(vocabulary: DraftVocabulary, device: torch.device) -> Tensor:
+    """What the columns of the draft's logits stand for."""
+    written = vocabulary.written
+    return (torch.arange(vocabulary.target_size) if written is None else written).to(device)
 
 
 def room_for(levels: int) -> int:

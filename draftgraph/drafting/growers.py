@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from draftgraph.config import GraphConfig
-from draftgraph.cost import CostModel, DraftBudget, HitRate, levels_ahead, nodes_worth_checking
+from draftgraph.cost import CostModel, DraftBudget, HitRate, levels_ahead, nodes_worth_checking, price_of_level
 from draftgraph.drafting import Proposer, growing
 from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import DeviceDraft
+from draftgraph.drafting.device_batch import SeatDraft
 from draftgraph.drafting.model import Asked, ModelProposer, Told, answered
 from draftgraph.drafting.pool import Pool, Weighed
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.sheet import Selection, Sheet
 from draftgraph.drafting.suffix import SuffixProposer
-from draftgraph.graph import TokenGraph, TokenTree
+from draftgraph.graph import Floats, TokenGraph, TokenTree
 
 
 @dataclass
 class Sources:
     """Who proposes in a text."""
 
-    draft: ModelProposer | DeviceDraft | None
+    draft: ModelProposer | DeviceDraft | SeatDraft | None
     copied: SuffixProposer | None
     recycled: RecycleProposer | None
 
@@ -35,7 +36,8 @@ class Sources:
 
     @property
     def all(self) -> list[Proposer]:
-        return [*self.memories, *([self.draft] if self.draft else [])]
+        asked = self.draft is not None and not isinstance(self.draft, SeatDraft)
+        return [*self.memories, *([self.draft] if asked else [])]  # type: ignore[list-item]
 
 
 @dataclass
@@ -183,15 +185,17 @@ class LevelGrower:
 class SheetGrower:
     """The draft grows its levels on the device; while it does, the memories are asked, and then all is pooled."""
 
-    def __init__(self, draft: DeviceDraft, sheet: Sheet, limits: Limits) -> None:
+    def __init__(self, draft: DeviceDraft | SeatDraft, sheet: Sheet, limits: Limits) -> None:
         self.draft, self.sheet, self.limits = draft, sheet, limits
         self._levels = 0  # planned
+        self._arriving: Iterator[Floats] | None = None
 
     def plan(self, cost: CostModel) -> None:
         config = self.limits.config
         self._levels = levels_ahead(cost, config.levels, self.draft.width, self.limits.hits.rate, config.nodes)
 
     def draft_ahead(self, text: list[int], depth: int) -> None:
+        self._arriving = None
         self.draft.levels = min(self._levels, depth)
         self.draft.begin(text)
 
@@ -200,11 +204,19 @@ class SheetGrower:
         self.sheet.recycled.begin(text)
         self.sheet.begin(text, depth, self.limits.ends)
 
+    def listen(self) -> None:
+        """Takes in what the draft has to say first: many texts can, before any of them has to wait for the rest."""
+        self._arriving = self.draft.arriving()
+        for levels in self._arriving:
+            self.sheet.add(levels)
+            return
+
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Selection:
-        spent = self.draft.levels * float(cost.of_level(np.array([self.draft.width]))[0])
+        prices: Any = cost
+        spent = self.draft.levels * price_of_level(prices, self.draft.width)
         floor = cost.floor()
-        for level in self.draft.arriving():
-            self.sheet.add(level)
+        for levels in self._arriving or self.draft.arriving():
+            self.sheet.add(levels)
         selection = self.sheet.select(floor)
         return selection.first(nodes_worth_checking(selection.tree, cost, spent))
 
@@ -214,7 +226,7 @@ class SheetGrower:
 
 def grower_for(sources: Sources, limits: Limits) -> Grower:
     draft, copied, recycled = sources.draft, sources.copied, sources.recycled
-    if isinstance(draft, DeviceDraft) and copied is not None and recycled is not None:
+    if isinstance(draft, DeviceDraft | SeatDraft) and copied is not None and recycled is not None:
         return SheetGrower(draft, Sheet(copied, recycled, limits.calibration, limits.config), limits)
     if not sources.all:
         return PlainGrower(limits)

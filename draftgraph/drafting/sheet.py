@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from draftgraph.compiled.calibrating import outcomes
 from draftgraph.compiled.opinions import CHOICES
 from draftgraph.compiled.rankings import LONGEST
 from draftgraph.compiled.selecting import NODE, PARENT, TOKEN, aliases_in, merge, select
@@ -43,8 +44,11 @@ class Sheet:
         self._rows, self._before = self._before, self._rows
         self.max_depth, self.ends = min(max_depth, self.config.levels), ends
         memory, recycled = self.recycled.memory, self.recycled
-        automaton = self.copied.automaton
-        self._memories = Memories(automaton.known, memory.known, memory.noted, recycled.noise, recycled.position)
+        known, past = self.copied.automaton.known, self.copied.past_roots
+        newer, older = [*(match.half.known for match in past), known, known][:2]
+        roots = np.array([match.match for match in past], dtype=np.int64).reshape(-1, 2)
+        said = memory.known, memory.noted, recycled.noise, recycled.position
+        self._memories = Memories(known, *said, newer, older, roots)
         last, stops = np.array(text[-LONGEST:]), np.array(list(ends), dtype=np.int64)
         begin(self._rows, self._memories, self.config.k, last, self.copied.root, self.max_depth, stops)
 
@@ -88,24 +92,24 @@ class Selection:
         for alias, node in enumerate(graph.canonical):
             if alias != node:
                 graph.aliases.setdefault(node, []).append(alias)
-        graph.states = [State.EXPANDED if row >= 0 else State.OPEN for row in rows.tolist()]
+        expanded, opened = State.EXPANDED, State.OPEN
+        graph.states = [expanded if row >= 0 else opened for row in rows.tolist()]
         graph.drafted = set(np.flatnonzero((rows >= 0) & (self.rows.rows["drafted"][rows] > 0)).tolist())
-        graph.children = [{} for _ in graph.tokens]
+        children: list[dict[int, int]] = [{} for _ in graph.tokens]
         for node, (parent, token) in enumerate(zip(graph.parents[1:], graph.tokens[1:], strict=True), start=1):
-            graph.children[parent][token] = node
+            children[parent][token] = node
+        graph.children = children
         return graph
 
     def settle(self, visited: list[int], chosen: list[int]) -> None:
         """The target chose these tokens at these tree nodes: all that was proposed there is right or wrong."""
         rows = self.plain[NODE, self.tree.nodes[visited]].tolist()
-        outcomes = [(row, token) for row, token in zip(rows, chosen, strict=True) if row >= 0]
-        known, right = (np.array(column, dtype=np.int64) for column in zip(*outcomes, strict=True))
+        choices = np.array([(row, token) for row, token in zip(rows, chosen, strict=True) if row >= 0], dtype=np.int64)
+        known, right = choices[:, 0].copy(), choices[:, 1].copy()
         for source, here in self.sheet.columns.items():
-            estimates = self.rows.estimates[known, here]
-            named = estimates > 0
-            if named.any():
-                accepted = self.rows.named[known, here] == right[:, None]
-                self.sheet.calibration.observe(source, estimates[named], accepted[named])
+            said = outcomes(self.rows.named, self.rows.estimates, known, right, here.start, here.stop)
+            if len(said[0]):
+                self.sheet.calibration.observe(source, *said)
 
 
 def tree_of(nodes: Ints, scores: Floats) -> TokenTree:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from draftgraph.compiled import announce
-from draftgraph.compiled.automaton import EMPTY, automaton_for, copies, extend, follow
+from draftgraph.compiled.automaton import EMPTY, automaton_for, copies, end_of, extend, follow
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ class SuffixAutomaton:
         link = int(states["link"][last])
         return (link, int(states["length"][link])) if link >= EMPTY else (EMPTY, 0)
 
+    def end_of(self, tokens: list[int]) -> Match:
+        """The longest suffix of a path from its beginning."""
+        return end_of(self.known, np.array(tokens, dtype=np.int64))
+
     def follow(self, match: Match, token: int) -> Match:
         """The longest suffix of a path with one more token."""
         return follow(self.known, *match, token)
@@ -68,6 +72,11 @@ class SuffixProposer:
         self.root = self.automaton.earlier
         self._matches = {ROOT: self.root}
         self._past = {ROOT: self.past.matches(text) if self.past else []}
+
+    @property
+    def past_roots(self) -> list[PastMatch]:
+        """How the end of the text stands in the answers of the past: not at all, or in one or two parts of them."""
+        return self._past.get(ROOT, [])
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         tokens = np.full((len(frontier), self.k), NO_TOKEN)

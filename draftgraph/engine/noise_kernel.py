@@ -48,26 +48,28 @@ def gumbel(key_of_row, token):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _perturb(  # type: ignore[no-untyped-def]
-    logits, key, positions, tokens, temperature, perturbed, row_stride, columns, block: tl.constexpr
+    logits, key, positions, tokens, temperature, perturbed, row_stride, columns, sharing, block: tl.constexpr
 ):
+    """So many rows share a key and a temperature."""
     row = tl.program_id(0).to(tl.int64)
+    text = row // sharing
     column = tl.program_id(1) * block + tl.arange(0, block)
     there = column < columns
     logit = tl.load(logits + row * row_stride + column, mask=there, other=0.0).to(tl.float64)
     token = tl.load(tokens + column, mask=there, other=0)
-    added = tl.load(temperature) * gumbel(row_key(tl.load(key), tl.load(positions + row)), token)
+    added = tl.load(temperature + text) * gumbel(row_key(tl.load(key + text), tl.load(positions + row)), token)
     tl.store(perturbed + row * columns + column, (logit + added).to(tl.float32), mask=there)
 
 
 def perturbed(logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
     """Logits, at each row's position, plus the noise of the tokens that their columns stand for, times a temperature.
 
-    # [rows, columns], [1] int64, [rows] int64, [columns] int64, [1] float64 -> [rows, columns] float32
+    # [rows, columns], [texts] int64, [rows] int64, [columns] int64, [texts] float64 -> [rows, columns] float32
     """
     rows, columns = len(logits), len(tokens)
     found = torch.empty((rows, columns), dtype=torch.float32, device=logits.device)
     _perturb[(rows, triton.cdiv(columns, BLOCK))](
         logits, key, positions.contiguous(), tokens, temperature, found, logits.stride(0), columns,
-        block=BLOCK, num_warps=4, **ROUNDING,
+        rows // len(key), block=BLOCK, num_warps=4, **ROUNDING,
     )  # fmt: skip
     return found

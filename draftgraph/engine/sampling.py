@@ -119,10 +119,15 @@ def removed_by_top_p(scores: Tensor, chances: Tensor, top_p: Tensor) -> Tensor:
 
 
 def perturbed(logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """What a draft ranks in sampled text: logits [rows, tokens] and the noise of each row's position. # float32"""
+    """What a draft ranks in sampled text: logits [rows, tokens] and the noise of each row's position. # float32
+
+    Rows may be those of several texts, as many of each: then there are as many keys and temperatures.
+    """
     if logits.is_cuda and (kernel := noise_kernel()) is not None:
         return kernel.perturbed(logits, key, positions, tokens, temperature)  # type: ignore[no-any-return]
-    return (logits.double() + temperature * gumbel_rows(key, positions, tokens)).float()
+    sharing = len(logits) // len(key)
+    keys, temperatures = (given.repeat_interleave(sharing) for given in (key, temperature))
+    return (logits.double() + temperatures[:, None] * gumbel_rows(keys, positions, tokens)).float()
 
 
 @cache
