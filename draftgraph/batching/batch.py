@@ -133,7 +133,7 @@ class Batch:
         steps: list[Step] = []
         guarded(text, lambda: steps.append(text.walk(growth.grown[text], logits)))
         for step in steps:
-            growth.learn(text, step)
+            growth.learn(text, step, self.experience)
             return step
         return None
 
@@ -157,6 +157,7 @@ class Batch:
         for text in self.running:
             if not text.began and text.failure is None and text.piece(1) is None and text.draft_piece(1) is None:
                 text.begin()
+                text.appetite = self.experience.appetite(len(self.running))
 
     def _admit(self, taken: Taken) -> None:
         while self.waiting and len(self.running) < self.most and self._has_room(self.waiting[0]):

@@ -81,12 +81,13 @@ class Growth:
                     share = seconds * len(one.tokens) / self.levels[-1]
                     self._level_shares[text] = self._level_shares.get(text, 0.0) + share
 
-    def learn(self, text: Text, step: Step) -> None:
+    def learn(self, text: Text, step: Step, experience: Experience) -> None:
         """How well a text's graph did."""
         prices = self.prices.get(text)
         if text.config.mode == "auto" and isinstance(prices, SharedCost) and isinstance(prices.cost, MeasuredCost):
             spent = self._level_shares.get(text, 0.0)
             text.appetite.learn(len(step.tokens) - 1, len(step.tree), spent, prices)
+            experience.remember(prices.texts, text.appetite)
 
 
 def part_of(asked: Asked) -> Part:

@@ -3,7 +3,7 @@ little among many, nothing when the device is full."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -90,7 +90,8 @@ class Experience:
 
     _checks: Known = field(default_factory=dict)
     _levels: Known = field(default_factory=dict)
-    _host: float = 0.0
+    _host: float | None = None
+    _appetites: dict[int, Appetite] = field(default_factory=dict)
     _ratios: dict[int, tuple[Ratios, Ratios, float]] = field(default_factory=dict)  # by texts, since it last learnt
 
     def prices(self, cost: Any, texts: int) -> Any:
@@ -102,7 +103,7 @@ class Experience:
         size = texts.bit_length()
         if size not in self._ratios:
             checks, levels = (ratios_of(known.get(size, {})) for known in (self._checks, self._levels))
-            self._ratios[size] = checks, levels, rounded(self._host)
+            self._ratios[size] = checks, levels, rounded(self._host or 0.0)
         return shared(cost, texts, *self._ratios[size])
 
     def learn(self, cost: Any, texts: int, nodes: int, levels: list[int], took: Took, grown: int) -> None:
@@ -115,13 +116,29 @@ class Experience:
         if levels:
             mix(drafts, round(sum(levels) / len(levels)), took.levels / float(cost.of_level(np.array(levels)).sum()))
         if grown:
-            self._host += NEW * (took.grow / grown - self._host)
+            self._host = mean(self._host, took.grow / grown)
+
+    def appetite(self, texts: int) -> Appetite:
+        """What a new text among so many begins with: what was seen of others."""
+        known = self._appetites.get(texts.bit_length())
+        return Appetite() if known is None else replace(known, _left=known._pause)
+
+    def remember(self, texts: int, seen: Appetite) -> None:
+        """A text's graph was of some use, or not."""
+        size = texts.bit_length()
+        before = self._appetites.get(size, seen)
+        gain, price = mean(before.gain, seen.gain), mean(before.price, seen.price)
+        pause = round(mean(float(before._pause), float(seen._pause)))
+        self._appetites[size] = Appetite(gain, price, pause)
+
+
+def mean(before: float | None, newest: float) -> float:
+    return newest if before is None else before + NEW * (newest - before)
 
 
 def mix(known: dict[int, float], nodes: int, newest: float) -> None:
     size = round(size_of(nodes))
-    before = known.get(size, newest)
-    known[size] = before + NEW * (newest - before)
+    known[size] = mean(known.get(size), newest)
 
 
 def ratios_of(known: dict[int, float]) -> Ratios:
