@@ -3,7 +3,8 @@
     python docs/publish.py speed h200-7b
 
 The folder of a `bench run` or `bench paper` is copied to docs/results/h200-7b without answers and references, scores
-computed before; then its reports are written there. `python docs/figures.py` brings the README up to date.
+computed before; then its report is written there as JSON and Markdown, and the page of all results anew. `python
+docs/figures.py` brings the README up to date.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftgraph.bench.paper.report import PaperReport
+from draftgraph.bench.page import page
 from draftgraph.bench.runs import FILE, Record, of_kind, records_in
 from draftgraph.bench.scores import scores_of
-from draftgraph.bench.speed_report import SpeedReport
+from draftgraph.cli.bench_report import read
 
 RESULTS = Path(__file__).parent / "results"
 TEXTS = ("tokens", "text", "reference", "task_kind")
@@ -54,10 +55,15 @@ def publish(source: Path, place: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         found = rounded(json.loads(file.read_text(encoding="utf-8")))
         copy.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if (place / FILE).exists():
-        SpeedReport.of(records_in(place / FILE)).save(place)
-    elif (study := PaperReport.of(place)) is not None:
-        study.save(place)
+    report, name = read(place), "report" if (place / FILE).exists() else "paper"
+    (place / f"{name}.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    (place / f"{name}.md").write_text(report.to_markdown(), encoding="utf-8")
+
+
+def page_of_all() -> str:
+    names = ("report.json", "paper.json")
+    places = sorted({file.parent for name in names for file in RESULTS.glob(f"*/{name}")})
+    return page([read(place).to_part() for place in places])
 
 
 if __name__ == "__main__":
@@ -66,3 +72,4 @@ if __name__ == "__main__":
     parser.add_argument("name")
     asked = parser.parse_args()
     publish(asked.source, RESULTS / asked.name)
+    (RESULTS / "index.html").write_text(page_of_all(), encoding="utf-8")

@@ -37,7 +37,7 @@ ANSWERS = {
     "half": "Chopped 👩‍🚀 characters\tand\u00a0marks\n",
 }
 GAINS = (3, 6, 1, 4, 2, 5, 8)  # tokens of each step, the last of them the model's own
-SOURCES = ("draft", "draft", "copied", "draft", "recycled", "merged", "draft", "past")
+SOURCES = ("draft", "draft", "copied", "draft", "recycled", "merged", "draft", "copied")
 VERIFIED = 30  # nodes of a step, the root counted
 
 

@@ -29,7 +29,7 @@ END, USER = 0, 1
 SLOW, DIE, FAULT, MEMORY, STUCK = FAULTS = ["<|slow|>", "<|die|>", "<|fault|>", "<|memory|>", "<|stuck|>"]
 SLOW_ID, DIE_ID, FAULT_ID, MEMORY_ID, STUCK_ID = range(4, 9)
 WINDOW, WAITING = 512, 12
-SOURCES = ("draft", "merged", "copied", "recycled", "past")
+SOURCES = ("draft", "merged", "copied", "recycled")
 KNOWN = "the cat sat on the mat and the cat sat on"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from families import FAMILIES, MORE_FAMILIES, SMALL, VOCAB, target_of
-from kernel_tools import interpreter
+from kernel_tools import strict_interpreter
 from torch import Tensor
 
 from draftgraph import UnsupportedModelError
@@ -155,13 +154,8 @@ def test_who_sees_nothing_gets_nothing() -> None:
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Tensor]]:
     """The kernel in Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
-    if (kernel := graph_kernel()) is None:
-        pytest.skip("Triton is not installed")
-    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
-    # So that memory which is allocated and never written is not a number.
-    strict = {"initializer": torch.use_deterministic_algorithms, "initargs": (True,)}
-    with interpreter(**strict) as call:
+    kernel = graph_kernel()
+    with strict_interpreter() as call:
         yield lambda *arguments, **options: call(kernel.attend, *arguments, **options)
 
 

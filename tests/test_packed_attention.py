@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kernel_tools import interpreter
+from kernel_tools import strict_interpreter
 from test_graph_attention import OPTIONS, TOLERANCE, ancestor_words
 from torch import Tensor
 
@@ -144,13 +143,8 @@ def test_a_node_attends_to_its_own_text_and_path(options: dict[str, Any]) -> Non
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Tensor]]:
     """The kernel in Triton's interpreter, in a process of its own."""
-    if (kernel := packed_kernel()) is None:
-        pytest.skip("Triton is not installed")
-    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
-    # So that memory which is allocated and never written is not a number.
-    strict = {"initializer": torch.use_deterministic_algorithms, "initargs": (True,)}
-    with interpreter(**strict) as call:
+    kernel = packed_kernel()
+    with strict_interpreter() as call:
         yield lambda *arguments, **options: call(kernel.attend, *arguments, **options)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import VOCAB, perturbed, target_of
-from kernel_tools import interpreter
+from kernel_tools import strict_interpreter
 from test_batch import alone, asked, check_left_behind, run, text_of
 from test_packed_static import ROOT, seat_of
 from test_static_engine import STATIC, story, tokens_of
@@ -42,11 +41,8 @@ def story_by_kernels(name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_a_pass_by_its_kernels_says_what_plain_passes_say(name: str) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
     model = target_of(name)
-    with interpreter() as call:
+    with strict_interpreter() as call:
         found = call(story_by_kernels, name)
     for one, expected in zip(found, story(EagerEngine(model), model), strict=True):
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=5e-5)

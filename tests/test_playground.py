@@ -16,7 +16,7 @@ from draftgraph.inspect.text import label
 from draftgraph.inspect.theme import DARK, LIGHT
 from draftgraph.serve.playground import modes, playground_files
 
-SOURCES = ("target", "draft", "merged", "copied", "recycled", "past")
+SOURCES = ("target", "draft", "merged", "copied", "recycled")
 QUESTION = "Why is the sky blue?"
 STEPS = list(drafted_steps(SKY))
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from draftgraph.config import RANGES, GraphConfig
 from draftgraph.inspect.html import SETTINGS
-from draftgraph.inspect.theme import DARK, LIGHT, PROPOSERS, SOURCE, Theme
+from draftgraph.inspect.theme import DARK, LIGHT, PROPOSERS, Theme
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -38,7 +38,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 SWITCHES = ("k", "tau", "theta_prob", "theta_sib", "max_nodes")
-PAST = {"light": "#bf3989", "dark": "#f778ba"}  # copied from past answers: only a server has those
 
 PAGE_COLORS = Template("""
 :root {
@@ -104,12 +103,12 @@ def _switch(config: GraphConfig, name: str) -> dict[str, Any]:
 
 def theme() -> str:
     """The style sheet of `inspect`'s pictures and, in the same colours, of the page around them."""
-    light, dark = _colors(LIGHT, PAST["light"], "#cf222e"), _colors(DARK, PAST["dark"], "#ff7b72")
+    light, dark = _colors(LIGHT, "#cf222e"), _colors(DARK, "#ff7b72")
     return f"{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
 
 
-def _colors(colors: Theme, past: str, wrong: str) -> str:
-    sources = {source: getattr(colors, source) for source in PROPOSERS} | {"past": past, "target": colors.accepted}
+def _colors(colors: Theme, wrong: str) -> str:
+    sources = {source: getattr(colors, source) for source in PROPOSERS} | {"target": colors.accepted}
     page = PAGE_COLORS.substitute(
         vars(colors),
         surface=colors.mix(colors.muted, 0.06),
@@ -122,5 +121,4 @@ def _colors(colors: Theme, past: str, wrong: str) -> str:
         TOKEN_COLORS.substitute(source=source, color=color, tint=colors.mix(color, 0.16))
         for source, color in sources.items()
     ]
-    nodes = SOURCE.substitute(source="past", color=past, tint=colors.mix(past, 0.13), soft=colors.mix(past, 0.45))
-    return "".join([page, *tokens, nodes, colors.style_sheet()])
+    return "".join([page, *tokens, colors.style_sheet()])

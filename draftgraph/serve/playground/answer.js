@@ -4,9 +4,8 @@ export const SOURCES = {
   target: { name: "target", meaning: "the model's own token" },
   draft: { name: "draft", meaning: "drafted by the small model" },
   merged: { name: "merged", meaning: "shared with another path of the graph" },
-  copied: { name: "copied", meaning: "copied from the text so far" },
+  copied: { name: "copied", meaning: "copied from the text so far, or from an earlier answer" },
   recycled: { name: "recycled", meaning: "an earlier choice of the model, used again" },
-  past: { name: "past", meaning: "copied from an earlier answer" },
 };
 
 export class Answer {

@@ -90,8 +90,7 @@ export class Steps {
 
   showLegend() {
     const counts = this.answer?.countBySource() ?? {};
-    const entries = Object.entries(SOURCES).filter(([source]) => source !== "past" || counts.past);
-    byId("legend").replaceChildren(...entries.map(([source, { name, meaning }]) => element(
+    byId("legend").replaceChildren(...Object.entries(SOURCES).map(([source, { name, meaning }]) => element(
       "li", { title: meaning, data: { source } },
       element("span", { className: `ink is-${source}`, textContent: name }),
       ...(this.answer ? [element("b", { textContent: counts[source] })] : []),
