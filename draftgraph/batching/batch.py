@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from draftgraph.batching.sharing import Experience, Took
 from draftgraph.batching.text import Text
 from draftgraph.decoder import GraphDecoder
 from draftgraph.drafting.batch_program import GraphSeats
+from draftgraph.drafting.model import ModelProposer
+from draftgraph.engine.capture import Captured
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.packed import Part
 from draftgraph.engine.pages import OutOfPages
@@ -26,7 +29,9 @@ from draftgraph.trace import Step
 TEXTS = 64  # continued at a time
 CHUNK = 256  # tokens of prompts, read beside the steps of others
 CHUNK_ALONE = 1024  # where nobody waits for his next token
+LATE = 24  # tokens that a draft may lack when it begins a level: more are read before
 
+experiences: WeakKeyDictionary[GraphDecoder, Experience] = WeakKeyDictionary()  # a new batch knows what others saw
 Taken = list[tuple[Text, Step | None]]  # None: it failed
 
 
@@ -45,7 +50,7 @@ class Batch:
         if isinstance(self.draft, GraphSeats):
             self.ahead = Ahead(self.draft, decoder.draft_vocabulary)
         self.most = min(texts, *(engine.most or texts for engine in self.engines))
-        self.experience = Experience()
+        self.experience = experiences.setdefault(decoder, Experience())
         self.took = Took()
         self.size = 0  # texts in the last pass
         self._loan = Loan(*decoder.models)
@@ -94,6 +99,7 @@ class Batch:
         growth = Growth.of(ready, self.draft, self.ahead, self.experience)
         start = time.perf_counter()
         pieces = self._pieces(bool(ready))
+        recorded = Captured.made
         trees = [Part.of_tree(text.seat, growth.grown[text].tree, text.going.sampling) for text in ready]
         logits = self.target.run([*trees, *pieces.values()]) if trees or pieces else []
         for text in ready:
@@ -111,7 +117,7 @@ class Batch:
                 guarded(text, text.look_back)
         took = growth.took
         took.verify, took.other = checked - start, time.perf_counter() - checked - drafting
-        if ready and not pieces:
+        if ready and not pieces and Captured.made == recorded:
             levels, grown = growth.levels, len(growth.prices)
             self.experience.learn(cost_of(ready[0]), len(ready), checked_nodes(growth), levels, took, grown)
         for text in ready:
@@ -123,7 +129,10 @@ class Batch:
         """Whoever has reason to draft in the next step sets off; how many seconds that took."""
         ready = [text for text in self.running if text.began and not text.done]
         for text in ready:
-            text.look_ahead(self.experience.prices(cost_of(text), len(ready)))
+            text.look_ahead(len(ready), self.experience)
+        self._catch_up([text for text in ready if text.hungry and isinstance(text.draft, ModelProposer)])
+        for text in ready:
+            text.going.draft_ahead(self.experience.prices(cost_of(text), len(ready)) if text.hungry else None)
         start = time.perf_counter()
         if self.ahead is not None:
             self.ahead.start(ready)
@@ -146,24 +155,38 @@ class Batch:
             if room > 0 and (piece := text.piece(room)) is not None:
                 pieces[text] = piece
                 room -= len(piece.tokens)
-        drafts = [piece for text in reading if (piece := text.draft_piece(CHUNK_ALONE)) is not None]
-        if drafts and self.draft is not None:
-            self.draft.run(drafts)
-            for piece in drafts:
-                piece.commit()
+        self._read_draft([text for text in reading if not text.appetite.pausing])
         return pieces
+
+    def _read_draft(self, texts: list[Text], late: int = 0) -> bool:
+        """The draft reads a piece of those of which it lacks more tokens than that; whether there were any."""
+        pieces = [piece for text in texts if (piece := text.draft_piece(CHUNK_ALONE, late)) is not None]
+        if pieces and self.draft is not None:
+            self.draft.run(pieces)
+            for piece in pieces:
+                piece.commit()
+        return bool(pieces)
+
+    def _catch_up(self, texts: list[Text]) -> None:
+        """Who has not drafted for a while reads what he missed, if there is room for it."""
+        try:
+            while self._read_draft(texts, LATE):
+                pass
+        except OutOfPages:
+            for text in texts:
+                text.hungry = text.draft_piece(1, LATE) is None
 
     def _begin_read(self) -> None:
         for text in self.running:
-            if not text.began and text.failure is None and text.piece(1) is None and text.draft_piece(1) is None:
+            if not text.began and text.failure is None and text.piece(1) is None:
                 text.begin()
-                text.appetite = self.experience.appetite(len(self.running))
 
     def _admit(self, taken: Taken) -> None:
         while self.waiting and len(self.running) < self.most and self._has_room(self.waiting[0]):
             text = self.waiting.popleft()
             if guarded(text, text.open, self.decoder, self.target, self.draft, self.ahead):
                 self.running.append(text)
+                text.among(len(self.running), self.experience)
             else:
                 taken.append((text, None))
 

@@ -34,7 +34,7 @@ SHARE = 0.5  # of the memory that is free: what keys and values may take
 TEXT = {"cpu": 512, "cuda": 4096}  # tokens that a pool has room for, for every text at a time: more than most have
 CHECKED = 4096  # slots of a pool that only a check uses
 NODES = 128  # that stand behind a text while they are checked
-MORE = 5 * PAGE  # tokens that a check reads, so that it turns some pages
+MORE = 2 * PAGE  # tokens that a check reads, so that it turns some pages
 
 
 class SeatEngine(Protocol):

@@ -16,7 +16,9 @@ from draftgraph.tuning.latency import MeasuredCost
 MOST = 64  # nodes that a floor is looked for among
 NEW = 0.1  # weight of the newest of many
 STEP = 1.05  # ratios nearer to each other than this are one
-LONGEST_PAUSE = 32  # steps
+LONGEST_PAUSE = 32  # steps, unless a try is dear
+TRYING = 0.01  # of the time may go into graphs that are not expected to pay
+GOLDEN = 0.618  # texts that begin with the same pause do not end it together
 SIZES_PER_DOUBLING = 2  # of numbers of nodes
 
 Ratios = tuple[tuple[int, float], ...]  # size of a pass, and how many times its price it costs
@@ -92,6 +94,7 @@ class Experience:
     _levels: Known = field(default_factory=dict)
     _host: float | None = None
     _appetites: dict[int, Appetite] = field(default_factory=dict)
+    _begun: int = 0  # texts
     _ratios: dict[int, tuple[Ratios, Ratios, float]] = field(default_factory=dict)  # by texts, since it last learnt
 
     def prices(self, cost: Any, texts: int) -> Any:
@@ -121,7 +124,8 @@ class Experience:
     def appetite(self, texts: int) -> Appetite:
         """What a new text among so many begins with: what was seen of others."""
         known = self._appetites.get(texts.bit_length())
-        return Appetite() if known is None else replace(known, _left=known._pause)
+        self._begun += 1
+        return Appetite() if known is None else replace(known, _left=int(self._begun * GOLDEN % 1 * known._pause))
 
     def remember(self, texts: int, seen: Appetite) -> None:
         """A text's graph was of some use, or not."""
@@ -129,7 +133,7 @@ class Experience:
         before = self._appetites.get(size, seen)
         gain, price = mean(before.gain, seen.gain), mean(before.price, seen.price)
         pause = round(mean(float(before._pause), float(seen._pause)))
-        self._appetites[size] = Appetite(gain, price, pause)
+        self._appetites[size] = Appetite(gain, price, max(before.tries, seen.tries), pause)
 
 
 def mean(before: float | None, newest: float) -> float:
@@ -155,6 +159,7 @@ class Appetite:
 
     gain: float = 1.0  # tokens that a graph added to its step
     price: float = 0.0  # seconds that it added to the text's part
+    tries: int = 0
     _pause: int = 0
     _left: int = 0
 
@@ -170,10 +175,13 @@ class Appetite:
     def learn(self, added: int, nodes: int, spent: float, prices: Any) -> None:
         """A graph of so many nodes, for which the draft took so long, added so many tokens."""
         alone, checked = price_of_pass(prices, 1), price_of_pass(prices, max(2, nodes))
-        self.gain += 2 * NEW * (added - self.gain)
-        self.price += 2 * NEW * (spent + checked - alone - self.price)
+        self.tries += 1
+        newest = max(2 * NEW, 1 / (1 + self.tries))  # the first ones count for more
+        self.gain += newest * (added - self.gain)
+        self.price += newest * (spent + checked - alone - self.price)
         if self.gain * alone > self.price:
             self._pause = 0
         else:
-            self._pause = min(LONGEST_PAUSE, max(1, 2 * self._pause))
+            longest = max(LONGEST_PAUSE, int((self.price - self.gain * alone) / (TRYING * alone)))
+            self._pause = min(longest, max(1, 2 * self._pause))
         self._left = self._pause

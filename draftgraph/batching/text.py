@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftgraph.batching.ahead import Ahead
 from draftgraph.batching.seats import SeatEngine
-from draftgraph.batching.sharing import Appetite, SharedCost, Took
+from draftgraph.batching.sharing import Appetite, Experience, Took
 from draftgraph.choose import Outputs, Scored
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
@@ -42,7 +42,8 @@ class Text:
     reused: int = 0  # tokens that did not have to be read
     admitted: float | None = None  # when it first had a place
     began: bool = False  # it has been read: it takes steps
-    appetite: Appetite = field(default_factory=Appetite)
+    appetites: dict[int, Appetite] = field(default_factory=dict)  # among so many, in powers of two
+    appetite: Appetite = field(default_factory=Appetite)  # among as many as there are
     hungry: bool = True  # it is to have a graph in the next step
 
     @property
@@ -109,14 +110,13 @@ class Text:
         unread = self.going.text[start : min(start + most, len(self.going.text) - 1)]
         return Part.of_text(self.seat, unread, self.on_prompt is not None) if unread else None
 
-    def draft_piece(self, most: int) -> Part | None:
-        """The same for the draft."""
-        if self.draft is None:
+    def draft_piece(self, most: int, late: int = 0) -> Part | None:
+        """The same for the draft, where it lacks more than `late` tokens."""
+        start, end = len(self.draft.engine.text) if self.draft else 0, len(self.going.text) - 1
+        if self.draft is None or end - start <= late:
             return None
-        start = len(self.draft.engine.text)
-        unread = self.draft.as_read(self.going.text[start : min(start + most, len(self.going.text) - 1)])
         seat: Any = self.draft.engine
-        return Part.of_text(seat, unread) if unread else None
+        return Part.of_text(seat, self.draft.as_read(self.going.text[start : min(start + most, end)]))
 
     def read(self, part: Part, logits: Tensor) -> None:
         """A piece of the prompt is text now."""
@@ -135,11 +135,17 @@ class Text:
         walked = decoding.walk(grown.tree, scored)
         return decoding.accept(grown, scored if remembers else replace(scored, ranking=None), walked)
 
-    def look_ahead(self, prices: Any) -> None:
-        """Says what it is to draft for the next step, under these prices."""
-        alone = not isinstance(prices, SharedCost)
-        self.hungry = alone or self.config.mode != "auto" or self.appetite.wants()
-        self.going.draft_ahead(prices if self.hungry else None)
+    def among(self, texts: int, experience: Experience) -> None:
+        """So many share its passes now: what paid among fewer may not."""
+        size = texts.bit_length()
+        if size not in self.appetites:
+            self.appetites[size] = experience.appetite(texts)
+        self.appetite = self.appetites[size]
+
+    def look_ahead(self, texts: int, experience: Experience) -> None:
+        """Says whether it is to draft for the next step, among so many."""
+        self.among(texts, experience)
+        self.hungry = texts == 1 or self.config.mode != "auto" or self.appetite.wants()
 
     def look_back(self) -> None:
         """Takes in what its last step has shown, some of it later if there is time while the target is at work. Who is

@@ -88,8 +88,8 @@ class BatchProgram:
         return self._readings[width]
 
     def start(self, rows: Sequence[Row]) -> None:
-        start = time.perf_counter()
         read = self.prepare(sum(len(row.new) for row in rows))
+        start = time.perf_counter()
         self.data.tell(rows, self._width)
         self._running = [read, *self._levels[: max(row.levels for row in rows) - 1]]
         for part in self._running:

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftgraph.compiled.passes import WORD
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.best import best_tokens
-from draftgraph.engine.capture import Captured, host_memory
+from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.growth import Growth, steps_on
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.sampler import Sampling, SamplingData
@@ -68,7 +68,7 @@ class Program:
         self.growth = Growth.of(levels, draft.width, draft.k, self.device)
         self.steps = steps_on(self.device)
         self.noise = SamplingData(self.device)
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._graphs = graph_memory(self.device)
         self._report = host_memory(self.growth.report.shape, self.growth.report.dtype, self.device)
         self._told: Floats = self._report.numpy()
         self._readings: dict[int, tuple[PassData, Captured]] = {}  # by how many new tokens they can read
@@ -125,7 +125,7 @@ class Program:
             logits = engine.graph_pass(text.tokens, text.positions, text.slots, text.graph)
             self._propose(0, logits.index_select(0, text.last), torch.zeros_like(growth.scores[:1]), growth.length)
 
-        self._readings[width] = text, Captured(read, self.device, self._pool)
+        self._readings[width] = text, Captured(read, self.device, self._graphs)
         return self._readings[width]
 
     def _level(self, level: int) -> Captured:
@@ -138,7 +138,7 @@ class Program:
             logits = engine.graph_pass(growth.next_tokens, growth.next_positions, growth.next_slots, seen)
             self._propose(1 + level * growth.width, logits, growth.next_scores, growth.next_positions[0] + 1)
 
-        return Captured(expand, self.device, self._pool)
+        return Captured(expand, self.device, self._graphs)
 
     def _propose(self, first: int, logits: Tensor, scores: Tensor, positions: Tensor) -> None:
         """The children of the expansions from `first` on, whose next tokens have these positions."""

@@ -13,6 +13,7 @@ import torch
 from draftgraph.drafting.batch_program import NEW_TOKENS, BatchProgram, GraphSeats
 from draftgraph.drafting.device import WIDTH, tokens_written
 from draftgraph.drafting.model import DraftVocabulary
+from draftgraph.engine.capture import graph_memory
 from draftgraph.engine.packed import Part
 from draftgraph.engine.pages import OutOfPages, pages_for
 from draftgraph.engine.row_data import Row, ends_of
@@ -37,7 +38,7 @@ class BatchDraft:
         self.written = tokens_written(vocabulary, engine.device)
         self.k = min(k, len(self.written))
         self.pages = PAGES
-        self.graphs = torch.cuda.graph_pool_handle() if engine.device.type == "cuda" else None
+        self.graphs = graph_memory(engine.device)
         self.fed: list[int] = []  # nodes, level by level of the last run
         self._programs: dict[tuple[int, bool], BatchProgram] = {}
         self._running: BatchProgram | None = None
@@ -108,6 +109,7 @@ class BatchDraft:
                 program.wait()
             self.pages = 1 << (pages - 1).bit_length()
             self._programs.clear()
+            self.graphs = graph_memory(self.engine.device)
 
 
 class SeatDraft:

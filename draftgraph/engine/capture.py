@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ class Captured:
     """Call it after its buffers were filled: `output` holds the result, until the next call. What it copies to the
     host is there after `wait`."""
 
+    made: ClassVar[int] = 0  # recordings so far: they take far longer than what they record
+
     def __init__(self, compute: Callable[[], Any], device: torch.device, pool: Any = None) -> None:
         self._compute = compute
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -27,6 +29,7 @@ class Captured:
             self._record(device, pool)
 
     def _record(self, device: torch.device, pool: Any) -> None:
+        Captured.made += 1
         aside = torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(aside):
@@ -51,6 +54,12 @@ class Captured:
         """Until the last call is done."""
         if self._done is not None:
             self._done.synchronize()
+
+
+def graph_memory(device: torch.device) -> Any:
+    """Memory that recordings may share, if none of them leaves anything there. When all of them are gone the next ones
+    need another: it cannot be used again while somebody holds a result."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

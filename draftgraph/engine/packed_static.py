@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftgraph.engine.cache import SlotCache
-from draftgraph.engine.capture import Captured, host_memory
+from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.fused import operations
 from draftgraph.engine.fused_reference import MOVED_TOGETHER
 from draftgraph.engine.fusing import Fusions
@@ -53,7 +53,7 @@ class PackedStaticEngine(PackedEngine):
         self._moves: dict[Seat, Moves] = {}  # of accepted nodes, left to the next pass
         self._passes: dict[Kind, Recorded] = {}
         self._last: Recorded | None = None
-        self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._graphs = graph_memory(self.device)
 
     def _make_pool(self, like: SlotCache) -> None:
         self.cache = StaticCache(like, self.slots + PAGE)  # the last page is nobody's
@@ -156,7 +156,7 @@ class PackedStaticEngine(PackedEngine):
     def _reserve_table(self, pages: int) -> None:
         if pages > self.most_pages:
             self.wait()
-            self._passes.clear()
+            self._forget_passes()
             while pages > self.most_pages:
                 self.most_pages *= 4
 
@@ -221,10 +221,14 @@ class PackedStaticEngine(PackedEngine):
         logits: Tensor = out.logits[0]
         return logits if kept is None else logits[: len(kept)]  # some models pass over what is to be kept
 
-    def _shrink(self, kind: Kind) -> None:
-        """A pass of this kind cannot be recorded: more nodes are computed in several."""
+    def _forget_passes(self) -> None:
         self._last = None
         self._passes.clear()
+        self._graphs = graph_memory(self.device)
+
+    def _shrink(self, kind: Kind) -> None:
+        """A pass of this kind cannot be recorded: more nodes are computed in several."""
+        self._forget_passes()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if kind.nodes == NODES[0]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftgraph.compiled import passes
 from draftgraph.compiled.passes import WORD
 from draftgraph.engine.cache import SlotCache
-from draftgraph.engine.capture import Captured, host_memory
+from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.graph_attention import NAME, GraphPass
 from draftgraph.engine.linear import NarrowLinears
@@ -105,7 +105,7 @@ class StaticEngine:
         grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
         self._experts = {} if grouped else {"_experts_implementation": "batched_mm"}
         self._passes: dict[tuple[int, int], Pass] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._graphs = graph_memory(self.device)
         self._linears, self._fusions = NarrowLinears(model), Fusions(model)
         self._state = fingerprint(self.model)
         if RopeSwitch.of(model) is not None:
@@ -122,7 +122,7 @@ class StaticEngine:
         self._linears.begin()
         known, self._state = self._state, fingerprint(self.model)
         if known != self._state:  # captured passes would read weights that are no longer the model's
-            self._passes.clear()
+            self._forget_passes()
             self._linears, self._fusions = NarrowLinears(self.model), Fusions(self.model)
         if not reuse or known != self._state:
             self.rewind(0)
@@ -132,7 +132,7 @@ class StaticEngine:
         if needed <= self.capacity:
             return
         self._settle()
-        self._passes.clear()
+        self._forget_passes()
         larger = max(SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
         try:
             cache = StaticCache(self._like, larger)
@@ -232,9 +232,13 @@ class StaticEngine:
     def depth_limit(self, root: int) -> int | None:
         return None
 
+    def _forget_passes(self) -> None:
+        self._passes.clear()
+        self._graphs = graph_memory(self.device)
+
     def _shrink(self, width: int) -> None:
         """A pass of this width cannot be recorded: wider trees are checked in several."""
-        self._passes.clear()
+        self._forget_passes()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if width == 1:
@@ -281,7 +285,7 @@ class StaticEngine:
             ranked.copy_(packed(logits), non_blocking=True)
             return logits
 
-        self._passes[width, words] = Pass(data, Captured(compute, self.device, self._pool), ranked.numpy())
+        self._passes[width, words] = Pass(data, Captured(compute, self.device, self._graphs), ranked.numpy())
         return self._passes[width, words]
 
     def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, graph: GraphPass) -> Tensor:
