@@ -2,9 +2,9 @@
 
     python benchmarks/compare_runs.py first second
 
-Both are --out folders of the same `bench run`. A cell is a mode on a task: the median time per token of its prompts.
-How many cells differ by at most 5%, the usual difference, the same of their ratios to plain decoding, and how far a
-cell may be off by its own repeats.
+Both are --out folders of the same `bench run`; prompts and repeats that only one of them has do not count. A cell is a
+mode on a task: the median time per token of its prompts. How many cells differ by at most 5%, the usual difference, the
+same of their ratios to plain decoding, and how far a cell may be off by its own repeats.
 """
 
 from __future__ import annotations
@@ -14,15 +14,27 @@ import json
 from pathlib import Path
 from statistics import median
 
-from draftgraph.bench.runs import read_records
+from draftgraph.bench.runs import Place, Record, of_kind, read_records
 from draftgraph.bench.speed_report import Figures, SpeedReport
 
 CLOSE = 0.05
 Cell = tuple[str, str]  # mode and task
 
 
-def cells(folder: Path) -> dict[Cell, Figures]:
-    report = SpeedReport.of(read_records(folder))
+def common(one: list[Record], other: list[Record]) -> list[list[Record]]:
+    """What was measured in both."""
+    places = {key(run) for run in of_kind(one, "run")} & {key(run) for run in of_kind(other, "run")}
+    return [
+        [record for record in records if record["kind"] != "run" or key(record) in places] for records in (one, other)
+    ]
+
+
+def key(run: Record) -> tuple[Place, str]:
+    return Place.of(run), run["prompt_digest"]
+
+
+def cells(records: list[Record]) -> dict[Cell, Figures]:
+    report = SpeedReport.of(records)
     return {(mode.mode, figures.task): figures for mode in report.modes for figures in mode.tasks}
 
 
@@ -47,4 +59,5 @@ if __name__ == "__main__":
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     asked = parser.parse_args()
-    print(json.dumps(compared(cells(asked.first), cells(asked.second))))
+    both = common(read_records(asked.first), read_records(asked.second))
+    print(json.dumps(compared(*map(cells, both))))

@@ -75,6 +75,7 @@ def bench_run(
     *,
     modes: Sequence[str] = MODES,
     inflate: str | None = None,
+    large: Pair | None = None,
     max_new_tokens: int = 128,
     repeats: int = 3,
     temperature: float | None = None,
@@ -89,10 +90,10 @@ def bench_run(
     """Times every mode on every prompt, `off` always among them, and keeps each measurement in `out`/runs.jsonl.
 
     Called again with the same arguments it goes on where it was; `seconds` stops it in time. Prompts that are
-    `TaskPrompt`s may have references to score answers by. `inflate` puts the target into a large shape; `names` are
-    those to show for the target and the draft; a `profile` is timed under that name. Methods of other libraries are
-    named among the modes, as in hf-assisted; `transformers` adds all of that library, and those of vLLM need the python
-    of an environment that has it, `vllm`.
+    `TaskPrompt`s may have references to score answers by. `inflate` puts the target into a large shape, or has
+    done so before (`large`); `names` are those to show for the target and the draft; a `profile` is timed under that
+    name. Methods of other libraries are named among the modes, as in hf-assisted; `transformers` adds all of that
+    library, and those of vLLM need the python of an environment that has it, `vllm`.
 
     >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])    # doctest: +SKIP
     >>> report.mode("auto").overall.speed.ratio                                                 # doctest: +SKIP
@@ -106,7 +107,7 @@ def bench_run(
     arguments = {"temperature": temperature or None, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
     with claimed(folder, "--out"), held_alone(folder, "bench run"), ExitStack() as stack:
         lender = pair.target
-        pair = pair if inflate is None else Pair(inflated(pair.target, inflate), pair.draft, pair.tokenizer)
+        pair = large or inflated_pair(pair, inflate)
         watch = Stopwatch(pair, own, arguments)
         exports = stack.enter_context(closing(Exports(pair, lender, folder)))
         methods = [stack.enter_context(closing(method_named(word, watch, exports, vllm))) for word in wanted]
@@ -130,6 +131,10 @@ def bench_run(
         if report.modes:
             report.save(folder)
     return report
+
+
+def inflated_pair(pair: Pair, shape: str | None) -> Pair:
+    return pair if shape is None else Pair(inflated(pair.target, shape), pair.draft, pair.tokenizer)
 
 
 def method_named(word: str, watch: Stopwatch, exports: Exports, vllm: str | None) -> Method:

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftgraph.bench.inflation import inflate as inflated
 from draftgraph.bench.paper.finding import Finding
 from draftgraph.bench.paper.items import MAIN, first_prompts
 from draftgraph.bench.report import Table
 from draftgraph.bench.speed_report import label_of
 from draftgraph.errors import UsageError
 from draftgraph.models.cache import notice
-from draftgraph.pair import Pair
 from draftgraph.tuning.history import need_optuna
 from draftgraph.tuning.searching import ROUNDS, OutOfTime, answers_of_a_round, asked_for, search
 
@@ -39,11 +37,9 @@ def search_best(study: Study) -> bool:
     # A round is the longest that a search does without looking at the clock.
     if not study.has_time(answers_of_a_round(sum(map(len, prompts.values()))) * study.usual_seconds()):
         return False
-    study.make_room()
-    target = study.pair.target if study.inflate is None else inflated(study.pair.target, study.inflate)
     try:
         report = search(
-            Pair(target, study.pair.draft, study.pair.tokenizer),
+            study.large(study.pair),
             prompts,
             study.folder / SEARCH,
             trials=study.size.trials,

@@ -47,6 +47,7 @@ class Size:
 
 SIZES = {
     "small": Size(prompts=1, new_tokens=32, repeats=1, long_answers=1, scored_answers=2, trials=8, searched_prompts=1),
+    "medium": Size(prompts=3, new_tokens=96, repeats=1, long_answers=2, trials=16, searched_prompts=1),
     "full": Size(prompts=8, new_tokens=128, repeats=3, long_answers=4),
 }
 

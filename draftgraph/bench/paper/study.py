@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftgraph.bench.paper.best_setting import search_best
 from draftgraph.bench.paper.draft_sizes import compare_drafts
 from draftgraph.bench.paper.items import ITEMS, MAIN, SIZES, Item, Size, refuse_draft_names
 from draftgraph.bench.paper.looking import look_into_answers
 from draftgraph.bench.runs import FILE, PLAIN, Place, Record, all_places, digest, of_kind, records_in
-from draftgraph.bench.speed import Deadline, bench_run, mark_of
+from draftgraph.bench.speed import Deadline, bench_run, inflated_pair, mark_of
 from draftgraph.bench.speed_report import answers_to_rescore
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
-
-if TYPE_CHECKING:
-    from draftgraph.pair import Pair
+from draftgraph.pair import Pair
 
 LEAST = 1.0  # second: with less nothing is begun
 
@@ -71,6 +68,7 @@ class Study:
     names: Mapping[str, str | None]
     deadline: Deadline
     here: Record = field(default_factory=dict)  # the configuration of the first item that was opened in this call
+    _large: tuple[tuple[Any, Any], Pair] | None = None
 
     def times(self, item: Item, pair: Pair | None = None, names: Mapping[str, str | None] | None = None) -> bool:
         """Whether all of it is measured."""
@@ -81,12 +79,12 @@ class Study:
             return True
         if not self.has_time():
             return False
-        self.make_room()
         report = bench_run(
             pair,
             prompts,
             self.folder / item.name,
             inflate=self.inflate,
+            large=self.large(pair),
             modes=item.modes,
             max_new_tokens=self.size.new_tokens,
             repeats=repeats,
@@ -128,8 +126,9 @@ class Study:
         runs = of_kind(records_in(file), "run") if file.exists() else []
         return median(run["first_token_seconds"] + run["seconds"] for run in runs) if runs else 0.0
 
-    def make_room(self) -> None:
-        """For a large target. The last one is of no more use, but it is held: its decoder and a decoding know each
-        other."""
-        if self.inflate is not None:
-            gc.collect()
+    def large(self, pair: Pair) -> Pair:
+        """The pair as it is timed. The last one is kept: most items are timed with the same."""
+        if self._large is None or self._large[0] != (pair.target, pair.draft):
+            target = self._large[1].target if self._large else inflated_pair(pair, self.inflate).target
+            self._large = (pair.target, pair.draft), Pair(target, pair.draft, pair.tokenizer)
+        return self._large[1]
