@@ -317,7 +317,7 @@ def test_the_command_takes_further_drafts(run: Runner, folder: Path, tmp_path: P
     assert weights_read(asked["drafts"]["other"]) > 0 and asked["size"] is SIZES["small"]
     refused(run(*command, "--also-draft", "self"), "self", "measured anyway")
     refused(run(*command, "--also-draft", folder, "--also-draft", folder), "two drafts are named")
-    refused(run(*command, "--size", "medium"), "small, full")
+    refused(run(*command, "--size", "huge"), "small, medium, full")
 
 
 # Time and large targets
