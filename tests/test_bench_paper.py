@@ -345,7 +345,6 @@ def test_an_inflated_target_is_searched_and_drafted_for(
     monkeypatch.setitem(inflation.SHAPES, "llama-2-7b", Shape(64, 96, 3, 8, head_dim=8))
     monkeypatch.setattr(study_module, "ITEMS", ITEMS[:1])
     assert bench_paper(pair, {"gsm8k": [PROBLEM]}, tmp_path / "out", size=SIZE, inflate="llama-2-7b")
-    monkeypatch.setattr(best_setting, "inflated", None)
     monkeypatch.setattr(inflation, "SHAPES", Once(inflation.SHAPES))
     assert bench_paper(pair, {"gsm8k": [PROBLEM]}, tmp_path / "out", size=SIZE, inflate="llama-2-7b"), "opened once"
     configuration = json.loads((tmp_path / "out" / "search" / "search.json").read_text())["configuration"]
