@@ -2,9 +2,9 @@
 
     python benchmarks/concurrency.py --data prompts/ --inflate llama-2-7b --device cuda --out load.jsonl
 
-For every number of concurrent requests, plain decoding and mode auto in turns, through the scheduler of the server.
-A request that is done is followed by the next, and tokens are counted while all places are taken. Killed, the same
-command goes on.
+For every number of concurrent requests, plain decoding and mode auto in turns, through the scheduler of the server:
+so many clients, each of which asks again as soon as it is answered, four times. All tokens, over all the time from the
+first request to the last answer, prompts included. Killed, the same command goes on.
 """
 
 from __future__ import annotations
@@ -21,39 +21,32 @@ import draftgraph
 from draftgraph.batching import Job, Limits, Scheduler
 from draftgraph.bench import inflate
 from draftgraph.bench.tasks import read_tasks
+from draftgraph.engine.capture import Captured
 from draftgraph.pair import Pair
 from draftgraph.text import encode
 
 MODES = ("off", "auto")
+ROUNDS, LEAST = 4, 16  # requests of each client; of all of them
 
 
 def run(scheduler: Scheduler, prompts: list[tuple[int, ...]], texts: int, mode: str, new_tokens: int) -> dict[str, Any]:
-    """Tokens and seconds from when the last place was taken until the first is left for good."""
-    requests = max(4 * texts, 16) if texts < 64 else 2 * texts
-    coming = iter([(number, prompt) for number, prompt in zip(range(requests), cycle(prompts), strict=False)])
-    under_way, answers = set(), {}
-    start = tokens = passes = 0
-    seconds = 0.0
+    """Tokens and seconds from the first request until the last is answered."""
+    coming = iter(zip(range(max(ROUNDS * texts, LEAST)), cycle(prompts), strict=False))
+    answers: dict[str, list[int]] = {}
+    passes, recorded, start = 0, Captured.made, time.perf_counter()
     for _ in range(texts):
-        under_way.add(submit(scheduler, *next(coming), mode, new_tokens))
+        submit(scheduler, *next(coming), mode, new_tokens)
     while scheduler.busy:
-        began = all(text.began for text in scheduler.batch.running) or start
-        start = start or (time.perf_counter() if began else 0)
-        counts = len(under_way) == texts and start
-        told = scheduler.step()
-        for one in told:
+        for one in scheduler.step():
             if one.error:
                 raise SystemExit(one.error["message"])
             answers.setdefault(one.id, []).extend(one.tokens)
-            tokens += len(one.tokens) if counts else 0
-            if one.finish_reason:
-                under_way.discard(one.id)
-                if following := next(coming, None):
-                    under_way.add(submit(scheduler, *following, mode, new_tokens))
-        if counts:
-            passes += 1
-            seconds = time.perf_counter() - start
-    return {"tokens": tokens, "seconds": seconds, "passes": passes, "answers": [answers[id] for id in sorted(answers)]}
+            if one.finish_reason and (following := next(coming, None)):
+                submit(scheduler, *following, mode, new_tokens)
+        passes += 1
+    seconds = time.perf_counter() - start
+    counts = {"tokens": sum(map(len, answers.values())), "seconds": seconds, "passes": passes}
+    return counts | {"recorded": Captured.made - recorded, "answers": [answers[id] for id in sorted(answers)]}
 
 
 def submit(scheduler: Scheduler, number: int, prompt: tuple[int, ...], mode: str, new_tokens: int) -> str:
@@ -107,7 +100,7 @@ def main() -> None:
                 if (repeat, texts, mode) in places or time.perf_counter() - begun > given.seconds:
                     continue
                 if (texts, mode) not in warm:  # whatever happens only once
-                    run(scheduler, prompts, texts, mode, 16)
+                    run(scheduler, prompts, texts, mode, given.new_tokens)
                     warm.add((texts, mode))
                 line = {"repeat": repeat, "texts": texts, "mode": mode}
                 line |= run(scheduler, prompts, texts, mode, given.new_tokens)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from draftgraph.batching.sharing import Appetite, Experience, SharedCost, Took
+from draftgraph.batching.sharing import LONGEST_PAUSE, Appetite, Experience, SharedCost, Took
 from draftgraph.cost import FlatCost
 from draftgraph.tuning.latency import Curve, Latencies, MeasuredCost
 
@@ -51,7 +51,19 @@ def test_a_graph_that_does_not_pay_is_tried_more_and_more_rarely(cost):
         if appetite.wants():
             tries += 1
             appetite.learn(0, 4, 0.001, prices)
-    assert appetite.pausing and tries < 20
+    assert appetite.pausing and tries < 5
+
+
+def test_what_hardly_loses_is_tried_more_often_than_what_loses_much(cost):
+    prices = SharedCost(cost, 4)
+    alone = prices.of_pass(np.array([1]))[0]
+    pauses = []
+    for seconds in (0.5 * alone, 1.1 * alone, 3.0 * alone):
+        appetite = Appetite()
+        for _ in range(50):
+            appetite.learn(1, 2, seconds, prices)
+        pauses.append(appetite.pause)
+    assert pauses[0] == 0 < pauses[1] < pauses[2]
 
 
 def test_a_graph_that_pays_is_grown_every_time(cost):
@@ -63,10 +75,11 @@ def test_a_graph_that_pays_is_grown_every_time(cost):
 
 
 def test_a_new_text_begins_with_what_others_have_seen(cost):
-    experience, prices, seen = Experience(), SharedCost(cost, 64), Appetite()
+    experience, prices = Experience(), SharedCost(cost, 64)
     assert experience.appetite(64).wants()
     for _ in range(60):
-        seen.learn(0, 4, 0.001, prices)
-        experience.remember(64, seen)
-    assert not any(experience.appetite(64).wants() for _ in range(3))
+        experience.typical(64).learn(0, 4, 0.001, prices)
+    beginning = [experience.appetite(64) for _ in range(20)]
+    firsts = [next(step for step in range(LONGEST_PAUSE) if one.wants()) for one in beginning]
+    assert len(set(firsts)) == 20 and max(firsts) > 100, "not all of them at once"
     assert experience.appetite(2).wants()

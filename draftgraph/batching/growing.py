@@ -86,8 +86,8 @@ class Growth:
         prices = self.prices.get(text)
         if text.config.mode == "auto" and isinstance(prices, SharedCost) and isinstance(prices.cost, MeasuredCost):
             spent = self._level_shares.get(text, 0.0)
-            text.appetite.learn(len(step.tokens) - 1, len(step.tree), spent, prices)
-            experience.remember(prices.texts, text.appetite)
+            for appetite in (text.appetite, experience.typical(prices.texts)):
+                appetite.learn(len(step.tokens) - 1, len(step.tree), spent, prices)
 
 
 def part_of(asked: Asked) -> Part:

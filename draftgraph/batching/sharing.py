@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from draftgraph.tuning.latency import MeasuredCost
 MOST = 64  # nodes that a floor is looked for among
 NEW = 0.1  # weight of the newest of many
 STEP = 1.05  # ratios nearer to each other than this are one
-LONGEST_PAUSE = 32  # steps, unless a try is dear
 TRYING = 0.01  # of the time may go into graphs that are not expected to pay
+LONGEST_PAUSE = 1000  # steps
+FEW = 4  # tries of its own outweigh what a text was told of others
 GOLDEN = 0.618  # texts that begin with the same pause do not end it together
 SIZES_PER_DOUBLING = 2  # of numbers of nodes
 
@@ -123,17 +125,13 @@ class Experience:
 
     def appetite(self, texts: int) -> Appetite:
         """What a new text among so many begins with: what was seen of others."""
-        known = self._appetites.get(texts.bit_length())
+        known = self.typical(texts)
         self._begun += 1
-        return Appetite() if known is None else replace(known, _left=int(self._begun * GOLDEN % 1 * known._pause))
+        return replace(known, tries=min(known.tries, FEW), _left=int(self._begun * GOLDEN % 1 * known.pause))
 
-    def remember(self, texts: int, seen: Appetite) -> None:
-        """A text's graph was of some use, or not."""
-        size = texts.bit_length()
-        before = self._appetites.get(size, seen)
-        gain, price = mean(before.gain, seen.gain), mean(before.price, seen.price)
-        pause = round(mean(float(before._pause), float(seen._pause)))
-        self._appetites[size] = Appetite(gain, price, max(before.tries, seen.tries), pause)
+    def typical(self, texts: int) -> Appetite:
+        """Of all texts that were so many."""
+        return self._appetites.setdefault(texts.bit_length(), Appetite())
 
 
 def mean(before: float | None, newest: float) -> float:
@@ -155,17 +153,17 @@ def rounded(ratio: float) -> float:
 
 @dataclass
 class Appetite:
-    """Whether graphs have paid for a text of late. If not, one is tried after a while, and then after a longer one."""
+    """Whether graphs have paid for a text of late. If not, one is tried now and then: the rarer the more it costs."""
 
     gain: float = 1.0  # tokens that a graph added to its step
     price: float = 0.0  # seconds that it added to the text's part
     tries: int = 0
-    _pause: int = 0
+    pause: int = 0  # steps from one graph to the next
     _left: int = 0
 
     @property
     def pausing(self) -> bool:
-        return self._pause > 1
+        return self.pause > 1
 
     def wants(self) -> bool:
         """Now?"""
@@ -176,12 +174,8 @@ class Appetite:
         """A graph of so many nodes, for which the draft took so long, added so many tokens."""
         alone, checked = price_of_pass(prices, 1), price_of_pass(prices, max(2, nodes))
         self.tries += 1
-        newest = max(2 * NEW, 1 / (1 + self.tries))  # the first ones count for more
+        newest = max(NEW, 1 / (1 + self.tries))  # the first ones count for more
         self.gain += newest * (added - self.gain)
         self.price += newest * (spent + checked - alone - self.price)
-        if self.gain * alone > self.price:
-            self._pause = 0
-        else:
-            longest = max(LONGEST_PAUSE, int((self.price - self.gain * alone) / (TRYING * alone)))
-            self._pause = min(longest, max(1, 2 * self._pause))
-        self._left = self._pause
+        loss = self.price / alone - self.gain  # in steps
+        self.pause = self._left = min(LONGEST_PAUSE, ceil(loss / TRYING)) if loss > 0 else 0
