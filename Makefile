@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 
 # One thread per worker: two workers that each start a thread per core slow each other down.
 test: venv browser lint types wheel
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 soak: venv
 	$(BIN)/python benchmarks/soak.py --minutes 30 --clients 64 --requests 512

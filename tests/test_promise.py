@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from draftgraph import GraphConfig, GraphDecoder, Stats
 from draftgraph.cost import FlatCost
 
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss")  # torch has no float64 experts
 CONFIGS = {
     "chain": [GraphConfig(mode="chain"), GraphConfig(mode="chain", chain_length=2)],

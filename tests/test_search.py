@@ -60,7 +60,7 @@ def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def small(pair: Pair, out: Path, **changes: Any) -> SearchReport:
-    return search(pair, TASKS, out, **{"trials": 4, "max_new_tokens": 10} | changes)
+    return search(pair, TASKS, out, **{"trials": 4, "max_new_tokens": 6} | changes)
 
 
 def settings(report: SearchReport) -> list[dict[str, Any]]:
@@ -162,10 +162,10 @@ def test_bad_settings_are_given_up_early(pair, tmp_path, answered):
 
 def test_measurements_of_other_prompts_lengths_or_models_are_never_mixed(pair, tmp_path):
     small(pair, tmp_path / "out", trials=1)
-    with pytest.raises(UsageError, match="max new tokens 10, not 11"):
+    with pytest.raises(UsageError, match="max new tokens 6, not 11"):
         small(pair, tmp_path / "out", max_new_tokens=11)
     with pytest.raises(UsageError, match="digest"):
-        search(pair, TASKS | {"cats": ["another", "cat"]}, tmp_path / "out", max_new_tokens=10)
+        search(pair, TASKS | {"cats": ["another", "cat"]}, tmp_path / "out", max_new_tokens=6)
     with pytest.raises(UsageError, match="draft"):
         small(Pair(pair.target, None, pair.tokenizer), tmp_path / "out")
 
