@@ -93,6 +93,7 @@ def main() -> None:
     prompts = [prompt for turn in zip(*by_task, strict=True) for prompt in turn]
     levels = [int(number) for number in given.texts.split(",")]
     scheduler = Scheduler(pair, Limits(texts=max(levels)))
+    scheduler.batch.prepare(scheduler.config)
     warm: set[tuple[int, str]] = set()
     for repeat in range(given.repeats):
         for texts in levels:

@@ -10,6 +10,8 @@ from families import FAMILIES, MORE_FAMILIES, SMALL, VOCAB, perturbed, target_of
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch, Text
 from draftgraph.batching.seats import Apart, packed_or_apart
+from draftgraph.batching.sharing import Appetite, Experience
+from draftgraph.cost import FlatCost
 from draftgraph.engine.packed import PackedEngine, Part
 from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import PAGE
@@ -80,6 +82,22 @@ def run(batch, texts=()):
 def check_left_behind(batch):
     assert not batch.running and not batch.waiting
     assert [engine.used for engine in batch.engines] == [0] * len(batch.engines)
+
+
+@pytest.mark.parametrize("slots", [16384, 512])  # plenty, and so few that not everybody can be read by the draft
+def test_who_pauses_first_is_read_by_the_draft_when_it_is_his_turn(decoder, batch_of, slots):
+    free = GraphConfig(cost=FlatCost())
+    jobs = [(prompt, arguments, free, seed) for prompt, arguments, _, seed in asked(12, seed=4)]
+    texts = [text_of(decoder, *job) for job in jobs]
+    batch = batch_of(decoder, slots, 12)
+    batch.experience = Experience()
+    batch.experience._appetites = {size: Appetite(tries=9, pause=20) for size in range(2, 5)}
+    run(batch, texts)
+    for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
+        assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)
+    check_left_behind(batch)
+    if slots > 512:
+        assert sum(text.going.stats.accepted_by_source["draft"] for text in texts) > 5
 
 
 @pytest.mark.parametrize("slots", [16384, 512])  # plenty, and so few that texts have to make room for others

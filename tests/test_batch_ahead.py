@@ -45,6 +45,7 @@ def test_everybody_gets_what_he_would_get_alone(decoder: GraphDecoder, batch_of:
     jobs = asked_for_free(24, seed=5)
     texts = [text_of(decoder, *job) for job in jobs]
     together = batch_of(slots)
+    together.prepare(FREE)
     run(together, texts)
     for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
         assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)

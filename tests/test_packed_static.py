@@ -104,13 +104,30 @@ def test_long_prompts_are_read_in_several_passes(model: Any) -> None:
     assert [(kind.nodes, kind.texts, kind.words, kind.scored) for kind in engine.kinds] == [
         (512, 1, 8, 0),
         (512, 1, 8, 0),
-        (128, 4, 2, 64),
+        (128, 4, 8, 64),
     ]
     torch.testing.assert_close(logits, plain(model, [1, 2, 3, 4, 5])[-2:], rtol=1e-9, atol=1e-9)
     assert stepping.rank(logits).tokens.tolist() == Ranking.of(logits).tokens.tolist()
     parts[1].commit()
     found = reading.forward(np.array([7]), *ROOT)
     torch.testing.assert_close(found, plain(model, [*prompt, 7])[-1:], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_what_steps_and_prompts_need_can_be_recorded_before(model: Any) -> None:
+    engine = Watched(model, 8192)
+    engine.prepare(5)
+    recorded = set(engine._passes)
+    assert {kind.texts for kind in recorded} == {1, 4, 16} and {kind.nodes for kind in recorded} == set(NODES)
+    seats = [engine.open() for _ in range(5)]
+    engine.kinds = []
+    for length in (1, 3, 40):
+        engine.run([Part.of_text(seat, tokens_of(length).tolist(), True) for seat in seats])
+        for seat in seats:
+            seat.forget(0)
+    prompt = Part.of_text(seats[0], tokens_of(256).tolist())
+    engine.run([prompt, *(Part.of_text(seat, [1], True) for seat in seats[1:])])
+    assert set(engine._passes) == recorded and set(engine.kinds) <= recorded
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,13 +18,16 @@ from draftgraph.batching.growing import Growth, checked_nodes, cost_of
 from draftgraph.batching.seats import SeatEngine, packed_or_apart
 from draftgraph.batching.sharing import Experience, Took
 from draftgraph.batching.text import Text
+from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
 from draftgraph.drafting.batch_program import GraphSeats
 from draftgraph.drafting.model import ModelProposer
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.packed import Part
+from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import OutOfPages
+from draftgraph.models.cache import notice
 from draftgraph.trace import Step
 
 TEXTS = 64  # continued at a time
@@ -62,6 +66,17 @@ class Batch:
     @property
     def engines(self) -> list[SeatEngine]:
         return [self.target, *([self.draft] if self.draft else [])]
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Records what texts of this configuration will need, where anything is recorded."""
+        if not isinstance(self.target, PackedStaticEngine):
+            return
+        notice(f"recording passes over up to {self.most} texts (up to half a minute)")
+        draft = self.ahead.draft_for(config) if self.ahead is not None else None
+        with self._loan, suppress(torch.OutOfMemoryError):  # what is missing is tried again when it is needed
+            self.target.prepare(self.most)
+            if draft is not None:
+                draft.prepare(self.most)
 
     def could_hold(self, tokens: int) -> bool:
         """Whether a text of this length would fit if it were alone."""

@@ -6,6 +6,7 @@ Each text has a draft of its own, which only notes that it is to go on; then one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from draftgraph.drafting.device import WIDTH, tokens_written
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.capture import graph_memory
 from draftgraph.engine.packed import Part
+from draftgraph.engine.packed_static import at_least, up_to
 from draftgraph.engine.pages import OutOfPages, pages_for
 from draftgraph.engine.row_data import Row, ends_of
 from draftgraph.engine.runner import common_prefix
@@ -52,9 +54,10 @@ class BatchDraft:
         """That the last run took of the host's time."""
         return self._running.seconds if self._running else 0.0
 
-    def prepare(self, texts: int, sampled: bool = False) -> None:
-        """Records what so many texts need: else the first of them wait for it."""
-        self._program(texts, sampled).prepare(1)
+    def prepare(self, texts: int) -> None:
+        """Records what so many texts need, or fewer: else the first of them wait for it."""
+        for most, sampled in product(up_to(TEXTS, texts), (False, True)):
+            self._program(most, sampled).prepare(1)
 
     def start(self, drafts: Sequence[SeatDraft]) -> None:
         """All of these go on behind their texts; those that want no levels, or for whom there is no room, do not."""
@@ -97,7 +100,7 @@ class BatchDraft:
                 part.commit()
 
     def _program(self, texts: int, sampled: bool) -> BatchProgram:
-        key = next(most for most in TEXTS if texts <= most), sampled
+        key = at_least(TEXTS, texts), sampled
         if key not in self._programs:
             self._programs[key] = BatchProgram(self, *key)
         return self._programs[key]

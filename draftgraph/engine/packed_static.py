@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftgraph.compiled.passes import WORD
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.fused import operations
@@ -34,6 +35,7 @@ from draftgraph.ranking import KEPT, Ranking, packed
 
 NODES = (8, 16, 32, 64, 128, 256, 512)  # of a pass; between them, nodes that nobody looks at fill it up
 TEXTS = (1, 4, 16, 64)
+WORDS = (1, NODES[-1] // WORD)  # of ancestors: few, unless a prompt is read
 FEW_SCORED = 64  # nodes, of those with logits among others without: as many cost hardly more than one
 KINDS = 64  # of passes that are kept; those not used for the longest time go
 FIRST_TABLE = 128  # pages that a text may have; four times as many when one outgrows them, which costs new captures
@@ -75,7 +77,7 @@ class PackedStaticEngine(PackedEngine):
         waiting = deque(Piece(part, 0, len(part.tokens)) for part in in_order)
         while waiting:
             pieces = sorted(next_pass(waiting, self.widest, TEXTS[-1]), key=lambda piece: not piece.part.scored)
-            recorded = self._recorded(pieces)
+            recorded = self._recorded(kind_of(pieces))
             if recorded is None:
                 waiting.extendleft(reversed(pieces))
                 continue
@@ -160,9 +162,14 @@ class PackedStaticEngine(PackedEngine):
             while pages > self.most_pages:
                 self.most_pages *= 4
 
-    def _recorded(self, pieces: list[Piece]) -> Recorded | None:
-        """The pass that can hold them; None: there is no memory for it, and from now on passes are smaller."""
-        kind = kind_of(pieces)
+    def prepare(self, texts: int) -> None:
+        """Records what so many texts usually need: else the first of them wait for it."""
+        for kind in usual_kinds(texts):
+            if kind.nodes <= self.widest:
+                self._recorded(kind)
+
+    def _recorded(self, kind: Kind) -> Recorded | None:
+        """The pass; None: there is no memory for it, and from now on passes are smaller."""
         try:
             recorded = self._passes.pop(kind, None) or self._record(kind)
         except torch.OutOfMemoryError:
@@ -286,8 +293,16 @@ def kind_of(pieces: list[Piece]) -> Kind:
     nodes, scored = sum(map(len, pieces)), sum(len(piece) for piece in pieces if piece.part.scored)
     width = at_least(NODES, nodes)
     few = width if scored > FEW_SCORED or scored == nodes else min(width, FEW_SCORED if scored else 0)
-    words = words_for(max(piece.scratch for piece in pieces))
+    words = at_least(WORDS, words_for(max(piece.scratch for piece in pieces)))
     return Kind(width, at_least(TEXTS, len(pieces)), words, few)
+
+
+def usual_kinds(most: int) -> list[Kind]:
+    """Steps of any number of nodes, by so many texts at most; and prompts that are read, alone or beside them."""
+    texts = up_to(TEXTS, most)
+    steps = [Kind(nodes, count, WORDS[0], nodes) for nodes in NODES for count in texts if count <= 4 * nodes]
+    widest, words = NODES[-1], WORDS[-1]
+    return steps + [Kind(widest, count, words, scored) for count in texts for scored in (0, FEW_SCORED, widest)]
 
 
 def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
@@ -298,3 +313,8 @@ def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 def at_least(sizes: Sequence[int], needed: int) -> int:
     return next(size for size in sizes if needed <= size)
+
+
+def up_to(sizes: Sequence[int], most: int) -> list[int]:
+    """The sizes that anything of at most so many may need."""
+    return [size for before, size in zip((0, *sizes), sizes, strict=False) if before < most]

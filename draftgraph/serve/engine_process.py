@@ -136,6 +136,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     pair = draftgraph.load(**options["load"])
     config = draftgraph.GraphConfig(**options["graph"])
     scheduler = Scheduler(pair, Limits(**options["limits"]), config)
+    scheduler.batch.prepare(config)
     ready = {
         "model": options["name"],
         "context_window": context_window(pair.target),
