@@ -6,22 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from draftgraph.engine.cache import SlotCache
+from draftgraph.engine.static_cache import FixedLayer
 
 
-class PackedLayer(CacheLayerMixin):
-    """One layer's slots. A layer that the model skips has none."""
+class PackedLayer(FixedLayer):
+    """One layer's slots of the pool."""
 
-    is_sliding = False
-
-    def __init__(self, owner: PackedCache, keys: Tensor | None, values: Tensor | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.owner, self.keys, self.values = owner, keys, values
-        self.is_initialized = keys is not None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+    owner: PackedCache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
@@ -34,9 +28,6 @@ class PackedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return 0
-
-    def get_max_length(self) -> int:
-        return self.owner.capacity
 
 
 class PackedCache(Cache):

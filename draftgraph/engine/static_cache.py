@@ -14,17 +14,26 @@ from draftgraph.engine.fused import operations
 Shape = tuple[int, int, torch.dtype, torch.device]  # heads, size of one, where and how they are kept
 
 
-class StaticLayer(CacheLayerMixin):
-    """One layer's part of the blocks."""
+class FixedLayer(CacheLayerMixin):
+    """One layer's slots among those of all layers. A layer that the model skips has none."""
 
     is_sliding = False
 
-    def __init__(self, owner: StaticCache, keys: Tensor | None, values: Tensor | None) -> None:
+    def __init__(self, owner: Any, keys: Tensor | None, values: Tensor | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner, self.keys, self.values = owner, keys, values
         self.is_initialized = keys is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def get_max_length(self) -> int:
+        return int(self.owner.capacity)
+
+
+class StaticLayer(FixedLayer):
+    """One layer's part of the blocks."""
+
+    owner: StaticCache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
@@ -38,9 +47,6 @@ class StaticLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.owner.length
-
-    def get_max_length(self) -> int:
-        return self.owner.capacity
 
 
 class StaticCache(Cache):
