@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Scored, Walk, walk
@@ -52,7 +53,6 @@ class Decoding:
         sample: int | None = None,
     ) -> None:
         self.decoder = decoder
-        self.loan = Loan(*decoder.models)
         self.request = request
         self._stats = Stats()
         self._news: News | None = None
@@ -78,6 +78,10 @@ class Decoding:
         self.sources = self._sources()
         self.calibration = decoder.calibrations[request.samples]
         self.grower = grower_for(self.sources, Limits(self.config, request.eos_ids, decoder.hits, self.calibration))
+
+    @cached_property
+    def loan(self) -> Loan:
+        return Loan(*self.decoder.models)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
         processors, temperature = self.request.processors, self.request.temperature

@@ -1,6 +1,7 @@
 """Many texts together: each gets the tokens that it would get alone, whatever shares its batch."""
 
 import random
+from itertools import count
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from families import FAMILIES, MORE_FAMILIES, SMALL, VOCAB, perturbed, target_of
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch, Text
 from draftgraph.batching.seats import Apart, packed_or_apart
-from draftgraph.batching.sharing import Appetite, Experience
+from draftgraph.batching.sharing import Experience
 from draftgraph.cost import FlatCost
 from draftgraph.engine.packed import PackedEngine, Part
 from draftgraph.engine.packed_static import PackedStaticEngine
@@ -85,14 +86,21 @@ def check_left_behind(batch):
 
 
 @pytest.mark.parametrize("slots", [16384, 512])  # plenty, and so few that not everybody can be read by the draft
-def test_who_pauses_first_is_read_by_the_draft_when_it_is_his_turn(decoder, batch_of, slots):
+def test_who_drafts_only_later_is_read_by_the_draft_then(decoder, batch_of, slots):
     free = GraphConfig(cost=FlatCost())
     jobs = [(prompt, arguments, free, seed) for prompt, arguments, _, seed in asked(12, seed=4)]
     texts = [text_of(decoder, *job) for job in jobs]
     batch = batch_of(decoder, slots, 12)
     batch.experience = Experience()
-    batch.experience._appetites = {size: Appetite(tries=9, pause=20) for size in range(2, 5)}
-    run(batch, texts)
+    customs = [batch.experience.custom(2**size) for size in range(5)]
+    for text in texts:
+        batch.add(text)
+    for step in count():
+        for custom in customs:
+            custom.drafts = step % 30 > 25
+        if not batch.busy:
+            break
+        batch.step()
     for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
         assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)
     check_left_behind(batch)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from draftgraph.batching.sharing import LONGEST_PAUSE, Appetite, Experience, SharedCost, Took
+from draftgraph.batching.custom import Custom
+from draftgraph.batching.sharing import Experience, SharedCost, Took
 from draftgraph.cost import FlatCost
 from draftgraph.tuning.latency import Curve, Latencies, MeasuredCost
 
@@ -29,6 +30,16 @@ def test_nodes_cost_more_the_more_texts_there_are(cost):
     assert all(0.0 <= floor < 1.0 for floor in floors)  # the root itself is always checked
 
 
+def test_what_the_host_does_for_each_text_is_part_of_its_price(cost):
+    experience = Experience()
+    before = experience.prices(cost, 8).of_pass(np.array([1, 4]))
+    for _ in range(50):
+        experience.learn(cost, 8, 8, [], Took(verify=0.011, other=0.008), 0)
+        experience.learn(cost, 8, 32, [], Took(grow=0.004, verify=0.014, other=0.012), 2)
+    more = experience.prices(cost, 8).of_pass(np.array([1, 4])) - before
+    assert more == pytest.approx([0.001, 0.001 + (0.004 + 0.004) / 2], rel=0.1)
+
+
 def test_what_was_seen_corrects_what_was_measured(cost):
     experience = Experience()
     before = experience.prices(cost, 8).of_pass(np.array([1]))[0]
@@ -45,41 +56,49 @@ def test_alone_and_without_seconds_nothing_is_corrected(cost):
     assert experience.prices(flat, 4).of_pass(np.array([2]))[0] == pytest.approx(flat.of_pass(np.array([8]))[0] / 4)
 
 
-def test_a_graph_that_does_not_pay_is_tried_more_and_more_rarely(cost):
-    prices, appetite, tries = SharedCost(cost, 64), Appetite(), 0
-    for _ in range(200):
-        if appetite.wants():
-            tries += 1
-            appetite.learn(0, 4, 0.001, prices)
-    assert appetite.pausing and tries < 5
+def steps_of(custom, seconds, drafting, plain):
+    """Goes on for so long with steps that take, and give, so much; which of them drafted."""
+    drafted, now = [], 0.0
+    while now < seconds:
+        tokens, took = drafting(now) if custom.drafts else plain(now)
+        drafted.append(custom.drafts)
+        custom.learn(tokens, took)
+        now += took
+    return drafted
 
 
-def test_what_hardly_loses_is_tried_more_often_than_what_loses_much(cost):
-    prices = SharedCost(cost, 4)
-    alone = prices.of_pass(np.array([1]))[0]
-    pauses = []
-    for seconds in (0.5 * alone, 1.1 * alone, 3.0 * alone):
-        appetite = Appetite()
-        for _ in range(50):
-            appetite.learn(1, 2, seconds, prices)
-        pauses.append(appetite.pause)
-    assert pauses[0] == 0 < pauses[1] < pauses[2]
+def test_many_draft_if_that_gives_more_tokens_per_second():
+    drafted = steps_of(Custom(), 60, lambda now: (150, 0.020), lambda now: (64, 0.014))
+    assert sum(drafted) > 0.97 * len(drafted)
 
 
-def test_a_graph_that_pays_is_grown_every_time(cost):
-    prices, appetite = SharedCost(cost, 2), Appetite()
-    for _ in range(50):
-        assert appetite.wants()
-        appetite.learn(3, 8, 0.0005, prices)
-    assert not appetite.pausing
+def test_they_do_not_if_it_does_not_and_trying_takes_a_hundredth_of_the_time():
+    tokens = {True: 0, False: 0}
+    custom, now = Custom(), 0.0
+    while now < 120:
+        given, took = (100, 0.045) if custom.drafts else (64, 0.014)
+        tokens[custom.drafts] += given
+        custom.learn(given, took)
+        now += took
+    assert sum(tokens.values()) > 0.99 * 64 / 0.014 * now
+    assert tokens[True] > 0, "it was tried"
 
 
-def test_a_new_text_begins_with_what_others_have_seen(cost):
-    experience, prices = Experience(), SharedCost(cost, 64)
-    assert experience.appetite(64).wants()
-    for _ in range(60):
-        experience.typical(64).learn(0, 4, 0.001, prices)
-    beginning = [experience.appetite(64) for _ in range(20)]
-    firsts = [next(step for step in range(LONGEST_PAUSE) if one.wants()) for one in beginning]
-    assert len(set(firsts)) == 20 and max(firsts) > 100, "not all of them at once"
-    assert experience.appetite(2).wants()
+def test_what_pays_may_change():
+    drafted = steps_of(Custom(), 400, lambda now: (100, 0.045 if now < 100 else 0.010), lambda now: (64, 0.014))
+    early, late = drafted[:1000], drafted[-1000:]
+    assert sum(early) < 100 and sum(late) > 900
+
+
+def test_a_stall_is_no_reason_for_long():
+    stalls = iter([1.0])
+    drafted = steps_of(Custom(), 60, lambda now: (150, 0.020 + next(stalls, 0.0)), lambda now: (64, 0.014))
+    assert sum(drafted[-500:]) > 480
+
+
+def test_every_number_of_texts_has_a_custom_of_its_own():
+    experience = Experience()
+    for _ in range(100):
+        experience.custom(64).learn(*((100, 0.045) if experience.custom(64).drafts else (64, 0.014)))
+    assert not experience.custom(64).drafts and experience.custom(100) is experience.custom(64)
+    assert experience.custom(4).drafts

@@ -110,7 +110,7 @@ class Batch:
 
     def _step(self) -> Taken:
         """Grow everybody's graph, check all in one pass, walk each; pieces of prompts are read in the same pass."""
-        ready = [text for text in self.running if text.began]
+        begun, ready = time.perf_counter(), [text for text in self.running if text.began]
         growth = Growth.of(ready, self.draft, self.ahead, self.experience)
         start = time.perf_counter()
         pieces = self._pieces(bool(ready))
@@ -135,6 +135,9 @@ class Batch:
         if ready and not pieces and Captured.made == recorded:
             levels, grown = growth.levels, len(growth.prices)
             self.experience.learn(cost_of(ready[0]), len(ready), checked_nodes(growth), levels, took, grown)
+            if len(ready) > 1 and any(text.config.mode == "auto" for text in ready):
+                tokens = sum(len(step.tokens) for _, step in taken if step is not None)
+                self.experience.custom(len(ready)).learn(tokens, time.perf_counter() - begun)
         for text in ready:
             text.spend(took)
         self.took = took
@@ -144,7 +147,7 @@ class Batch:
         """Whoever has reason to draft in the next step sets off; how many seconds that took."""
         ready = [text for text in self.running if text.began and not text.done]
         for text in ready:
-            text.look_ahead(len(ready), self.experience)
+            text.look_ahead(self.experience.custom(len(ready)).drafts)
         self._catch_up([text for text in ready if text.hungry and isinstance(text.draft, ModelProposer)])
         for text in ready:
             text.going.draft_ahead(self.experience.prices(cost_of(text), len(ready)) if text.hungry else None)
@@ -156,10 +159,7 @@ class Batch:
     def _walk(self, text: Text, growth: Growth, logits: Tensor) -> Step | None:
         steps: list[Step] = []
         guarded(text, lambda: steps.append(text.walk(growth.grown[text], logits)))
-        for step in steps:
-            growth.learn(text, step, self.experience)
-            return step
-        return None
+        return steps[0] if steps else None
 
     def _pieces(self, others: bool) -> dict[Text, Part]:
         """What is read of prompts beside the others' steps; first come, first served. The draft reads its own now."""
@@ -170,7 +170,8 @@ class Batch:
             if room > 0 and (piece := text.piece(room)) is not None:
                 pieces[text] = piece
                 room -= len(piece.tokens)
-        self._read_draft([text for text in reading if not text.appetite.pausing])
+        if self.experience.custom(len(self.running)).drafts:
+            self._read_draft(reading)
         return pieces
 
     def _read_draft(self, texts: list[Text], late: int = 0) -> bool:
@@ -201,7 +202,6 @@ class Batch:
             text = self.waiting.popleft()
             if guarded(text, text.open, self.decoder, self.target, self.draft, self.ahead):
                 self.running.append(text)
-                text.among(len(self.running), self.experience)
             else:
                 taken.append((text, None))
 

@@ -12,13 +12,11 @@ import numpy as np
 
 from draftgraph.batching.ahead import Ahead
 from draftgraph.batching.seats import SeatEngine
-from draftgraph.batching.sharing import Experience, SharedCost, Took
+from draftgraph.batching.sharing import Experience, Took
 from draftgraph.batching.text import Text
-from draftgraph.drafting.device_batch import SeatDraft
 from draftgraph.drafting.growers import Grown, SheetGrower
 from draftgraph.drafting.model import Asked, Told
 from draftgraph.engine.packed import Part
-from draftgraph.trace import Step
 from draftgraph.tuning.latency import MeasuredCost
 
 
@@ -30,7 +28,6 @@ class Growth:
     prices: dict[Text, Any] = field(default_factory=dict)  # of those that drafted
     levels: list[int] = field(default_factory=list)  # nodes that the draft was fed, pass by pass
     took: Took = field(default_factory=Took)
-    _level_shares: dict[Text, float] = field(default_factory=dict)  # seconds
 
     @classmethod
     def of(cls, texts: list[Text], draft: SeatEngine | None, ahead: Ahead | None, experience: Experience) -> Growth:
@@ -48,17 +45,10 @@ class Growth:
         growth._together(asking, draft)
         waited = ahead.seconds - begun if ahead is not None else 0.0
         growth.took.grow = time.perf_counter() - start - growth.took.levels - waited
-        if ahead is not None:
-            growth._count(texts, ahead)
+        if ahead is not None:  # what the drafts have cost that set off by themselves
+            growth.levels += ahead.fed
+            growth.took.levels += ahead.seconds
         return growth
-
-    def _count(self, texts: list[Text], ahead: Ahead) -> None:
-        """What the drafts have cost that set off by themselves."""
-        self.levels += ahead.fed
-        self.took.levels += ahead.seconds
-        drafted = {text: text.draft.levels for text in texts if isinstance(text.draft, SeatDraft)}
-        for text, levels in drafted.items():
-            self._level_shares[text] = ahead.seconds * levels / max(1, sum(drafted.values()))
 
     def _together(self, asking: dict[Text, Generator[Asked, Told, Grown]], draft: SeatEngine | None) -> None:
         answers: dict[Text, Told | None] = dict.fromkeys(asking)
@@ -74,20 +64,8 @@ class Growth:
                 start = time.perf_counter()
                 answers = dict(zip(asked, draft.run([part_of(one) for one in asked.values()]), strict=True))
                 draft.wait()
-                seconds = time.perf_counter() - start
-                self.took.levels += seconds
+                self.took.levels += time.perf_counter() - start
                 self.levels.append(sum(len(one.tokens) for one in asked.values()))
-                for text, one in asked.items():
-                    share = seconds * len(one.tokens) / self.levels[-1]
-                    self._level_shares[text] = self._level_shares.get(text, 0.0) + share
-
-    def learn(self, text: Text, step: Step, experience: Experience) -> None:
-        """How well a text's graph did."""
-        prices = self.prices.get(text)
-        if text.config.mode == "auto" and isinstance(prices, SharedCost) and isinstance(prices.cost, MeasuredCost):
-            spent = self._level_shares.get(text, 0.0)
-            for appetite in (text.appetite, experience.typical(prices.texts)):
-                appetite.learn(len(step.tokens) - 1, len(step.tree), spent, prices)
 
 
 def part_of(asked: Asked) -> Part:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftgraph.batching.ahead import Ahead
 from draftgraph.batching.seats import SeatEngine
-from draftgraph.batching.sharing import Appetite, Experience, Took
+from draftgraph.batching.sharing import Took
 from draftgraph.choose import Outputs, Scored
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
@@ -42,8 +42,6 @@ class Text:
     reused: int = 0  # tokens that did not have to be read
     admitted: float | None = None  # when it first had a place
     began: bool = False  # it has been read: it takes steps
-    appetites: dict[int, Appetite] = field(default_factory=dict)  # among so many, in powers of two
-    appetite: Appetite = field(default_factory=Appetite)  # among as many as there are
     hungry: bool = True  # it is to have a graph in the next step
 
     @property
@@ -129,23 +127,15 @@ class Text:
         decoding = self.going
         target = decoding.target
         grown.tree.index()
-        remembers = decoding.sources.recycled is not None and not self.appetite.pausing
+        remembers = decoding.sources.recycled is not None and self.hungry
         ranking = target.rank(logits) if remembers or target.ranks else None
         scored = Scored(logits, ranking, target.sample(logits, decoding.sampling) if decoding.sampling else None)
         walked = decoding.walk(grown.tree, scored)
         return decoding.accept(grown, scored if remembers else replace(scored, ranking=None), walked)
 
-    def among(self, texts: int, experience: Experience) -> None:
-        """So many share its passes now: what paid among fewer may not."""
-        size = texts.bit_length()
-        if size not in self.appetites:
-            self.appetites[size] = experience.appetite(texts)
-        self.appetite = self.appetites[size]
-
-    def look_ahead(self, texts: int, experience: Experience) -> None:
-        """Says whether it is to draft for the next step, among so many."""
-        self.among(texts, experience)
-        self.hungry = texts == 1 or self.config.mode != "auto" or self.appetite.wants()
+    def look_ahead(self, custom: bool) -> None:
+        """Says whether it is to draft for the next step, among others whose custom that is or is not."""
+        self.hungry = custom or self.config.mode != "auto"
 
     def look_back(self) -> None:
         """Takes in what its last step has shown, some of it later if there is time while the target is at work. Who is
