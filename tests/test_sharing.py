@@ -68,13 +68,13 @@ def steps_of(custom, seconds, drafting, plain):
 
 
 def test_many_draft_if_that_gives_more_tokens_per_second():
-    drafted = steps_of(Custom(), 60, lambda now: (150, 0.020), lambda now: (64, 0.014))
+    drafted = steps_of(Custom(True), 60, lambda now: (150, 0.020), lambda now: (64, 0.014))
     assert sum(drafted) > 0.97 * len(drafted)
 
 
 def test_they_do_not_if_it_does_not_and_trying_takes_a_hundredth_of_the_time():
     tokens = {True: 0, False: 0}
-    custom, now = Custom(), 0.0
+    custom, now = Custom(True), 0.0
     while now < 120:
         given, took = (100, 0.045) if custom.drafts else (64, 0.014)
         tokens[custom.drafts] += given
@@ -85,14 +85,14 @@ def test_they_do_not_if_it_does_not_and_trying_takes_a_hundredth_of_the_time():
 
 
 def test_what_pays_may_change():
-    drafted = steps_of(Custom(), 400, lambda now: (100, 0.045 if now < 100 else 0.010), lambda now: (64, 0.014))
+    drafted = steps_of(Custom(True), 400, lambda now: (100, 0.045 if now < 100 else 0.010), lambda now: (64, 0.014))
     early, late = drafted[:1000], drafted[-1000:]
     assert sum(early) < 100 and sum(late) > 900
 
 
 def test_a_stall_is_no_reason_for_long():
     stalls = iter([1.0])
-    drafted = steps_of(Custom(), 60, lambda now: (150, 0.020 + next(stalls, 0.0)), lambda now: (64, 0.014))
+    drafted = steps_of(Custom(True), 60, lambda now: (150, 0.020 + next(stalls, 0.0)), lambda now: (64, 0.014))
     assert sum(drafted[-500:]) > 480
 
 
@@ -101,4 +101,5 @@ def test_every_number_of_texts_has_a_custom_of_its_own():
     for _ in range(100):
         experience.custom(64).learn(*((100, 0.045) if experience.custom(64).drafts else (64, 0.014)))
     assert not experience.custom(64).drafts and experience.custom(100) is experience.custom(64)
-    assert experience.custom(4).drafts
+    assert not experience.custom(40).drafts, "as those who are more"
+    assert Experience().custom(4).drafts and not Experience().custom(16).drafts

@@ -30,7 +30,7 @@ class Custom:
     """All of so many texts draft, or none: as it has paid. Now and then the other way is tried for a few steps, the
     more rarely the more that costs."""
 
-    drafts: bool = True
+    drafts: bool
     _rates: dict[bool, Rate] = field(default_factory=lambda: {True: Rate(), False: Rate()})
     _trying: bool = True
     _steps: int = 0  # of this spell

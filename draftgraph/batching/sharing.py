@@ -16,6 +16,7 @@ from draftgraph.tuning.latency import MeasuredCost
 MOST = 64  # nodes that a floor is looked for among
 NEW = 0.1  # weight of the newest of many
 STEP = 1.05  # ratios nearer to each other than this are one
+FEW = 4  # texts that draft before anything is known
 SIZES_PER_DOUBLING = 2  # of numbers of nodes
 
 Ratios = tuple[tuple[int, float], ...]  # size of a pass, and how many times its price it costs
@@ -111,8 +112,12 @@ class Experience:
         return shared(cost, texts, *self._ratios[size])
 
     def custom(self, texts: int) -> Custom:
-        """Whether so many draft."""
-        return self._customs.setdefault(texts.bit_length(), Custom())
+        """Whether so many draft. Those that have never been so many do as those who were more; else many do not."""
+        size = texts.bit_length()
+        if size not in self._customs:
+            more = [self._customs[known].drafts for known in sorted(self._customs) if known > size]
+            self._customs[size] = Custom(more[0] if more else texts <= FEW)
+        return self._customs[size]
 
     def learn(self, cost: Any, texts: int, nodes: int, levels: list[int], took: Took, grown: int) -> None:
         """A step of so many texts checked so many nodes; its draft was fed so many in each pass."""
