@@ -264,3 +264,13 @@ def test_two_runs_are_compared_cell_by_cell():
     assert other["close"] == 0.75 and 0.15 < other["largest_difference"] < 0.2 and other["median_difference"] == 0.0
     assert same["close_ratios"] == 1.0 and other["close_ratios"] == 0.75 and other["median_ratio_difference"] == 0.0
     assert 0 < same["median_half_width"] < 0.02
+
+
+def test_the_scheduler_decides_over_passes_that_only_take_their_time(monkeypatch):
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    simulated_load, concurrency = import_module("simulated_load"), import_module("concurrency")
+    scheduler = simulated_load.simulated(right=0.9, texts=4)
+    prompts = [(1, 2, 3, 4), (5, 6, 7)]
+    plain, drafted = (concurrency.run(scheduler, prompts, 4, mode, 24) for mode in ("off", "auto"))
+    assert plain["answers"] == drafted["answers"] and plain["tokens"] == 16 * 24
+    assert drafted["passes"] < 0.7 * plain["passes"]
