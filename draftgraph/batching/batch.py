@@ -133,15 +133,19 @@ class Batch:
         took = growth.took
         took.verify, took.other = checked - start, time.perf_counter() - checked - drafting
         if ready and not pieces and Captured.made == recorded:
-            levels, grown = growth.levels, len(growth.prices)
-            self.experience.learn(cost_of(ready[0]), len(ready), checked_nodes(growth), levels, took, grown)
-            if len(ready) > 1 and any(text.config.mode == "auto" for text in ready):
-                tokens = sum(len(step.tokens) for _, step in taken if step is not None)
-                self.experience.custom(len(ready)).learn(tokens, time.perf_counter() - begun)
+            self._learn(ready, growth, taken, time.perf_counter() - begun)
         for text in ready:
             text.spend(took)
         self.took = took
         return taken
+
+    def _learn(self, texts: list[Text], growth: Growth, taken: Taken, seconds: float) -> None:
+        """From a step in which nothing was read or recorded."""
+        levels, grown = growth.levels, len(growth.prices)
+        self.experience.learn(cost_of(texts[0]), len(texts), checked_nodes(growth), levels, growth.took, grown)
+        if len(texts) > 1 and any(text.config.mode == "auto" for text in texts):
+            tokens = sum(len(step.tokens) for _, step in taken if step is not None)
+            self.experience.custom(len(texts)).learn(tokens, seconds)
 
     def _draft_ahead(self) -> float:
         """Whoever has reason to draft in the next step sets off; how many seconds that took."""
