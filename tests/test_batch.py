@@ -12,11 +12,11 @@ from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch, Text
 from draftgraph.batching.seats import Apart, packed_or_apart
 from draftgraph.batching.sharing import Experience
-from draftgraph.cost import FlatCost
 from draftgraph.engine.packed import PackedEngine, Part
 from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.generation import prepare
+from draftgraph.tuning.latency import Curve, Latencies, MeasuredCost
 
 MODES = ("auto", "graph", "tree", "chain", "off")
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
@@ -87,7 +87,8 @@ def check_left_behind(batch):
 
 @pytest.mark.parametrize("slots", [16384, 512])  # plenty, and so few that not everybody can be read by the draft
 def test_who_drafts_only_later_is_read_by_the_draft_then(decoder, batch_of, slots):
-    free = GraphConfig(cost=FlatCost())
+    curves = (Curve.of([0], [1, 64], [[seconds, seconds]]) for seconds in (1e-2, 1e-5))
+    free = GraphConfig(cost=MeasuredCost(Latencies(*curves, 64, 1.0)))
     jobs = [(prompt, arguments, free, seed) for prompt, arguments, _, seed in asked(12, seed=4)]
     texts = [text_of(decoder, *job) for job in jobs]
     batch = batch_of(decoder, slots, 12)

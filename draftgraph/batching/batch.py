@@ -141,9 +141,9 @@ class Batch:
 
     def _learn(self, texts: list[Text], growth: Growth, taken: Taken, seconds: float) -> None:
         """From a step in which nothing was read or recorded."""
-        levels, grown = growth.levels, len(growth.prices)
-        self.experience.learn(cost_of(texts[0]), len(texts), checked_nodes(growth), levels, growth.took, grown)
-        if len(texts) > 1 and any(text.config.mode == "auto" for text in texts):
+        told = checked_nodes(growth), growth.levels, growth.took, growth.drafting
+        self.experience.learn(cost_of(texts[0]), len(texts), *told)
+        if len(texts) > 1 and any(text.decides_by_the_clock for text in texts):
             tokens = sum(len(step.tokens) for _, step in taken if step is not None)
             self.experience.custom(len(texts)).learn(tokens, seconds)
 

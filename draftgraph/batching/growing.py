@@ -25,7 +25,7 @@ class Growth:
     """The graphs of a step, and what they cost."""
 
     grown: dict[Text, Grown] = field(default_factory=dict)
-    prices: dict[Text, Any] = field(default_factory=dict)  # of those that drafted
+    drafting: int = 0  # texts
     levels: list[int] = field(default_factory=list)  # nodes that the draft was fed, pass by pass
     took: Took = field(default_factory=Took)
 
@@ -38,8 +38,8 @@ class Growth:
             if not text.hungry:
                 growth.grown[text] = text.going.ungrown()
                 continue
-            growth.prices[text] = experience.prices(cost_of(text), len(texts))
-            asking[text] = text.going.growing(growth.prices[text])
+            growth.drafting += 1
+            asking[text] = text.going.growing(experience.prices(cost_of(text), len(texts)))
             if isinstance(text.going.grower, SheetGrower):
                 text.going.grower.listen()
         growth._together(asking, draft)

@@ -23,6 +23,7 @@ from draftgraph.drafting.past import Past
 from draftgraph.engine.packed import Part
 from draftgraph.generation import Request
 from draftgraph.trace import Step
+from draftgraph.tuning.latency import MeasuredCost
 
 
 @dataclass(eq=False)
@@ -133,9 +134,13 @@ class Text:
         walked = decoding.walk(grown.tree, scored)
         return decoding.accept(grown, scored if remembers else replace(scored, ranking=None), walked)
 
+    @property
+    def decides_by_the_clock(self) -> bool:
+        return self.config.mode == "auto" and isinstance(self.going.cost, MeasuredCost)
+
     def look_ahead(self, custom: bool) -> None:
         """Says whether it is to draft for the next step, among others whose custom that is or is not."""
-        self.hungry = custom or self.config.mode != "auto"
+        self.hungry = custom or not self.decides_by_the_clock
 
     def look_back(self) -> None:
         """Takes in what its last step has shown, some of it later if there is time while the target is at work. Who is
