@@ -90,9 +90,13 @@ def test_what_pays_may_change():
     assert sum(early) < 100 and sum(late) > 900
 
 
-def test_a_stall_is_no_reason_for_long():
-    stalls = iter([1.0])
-    drafted = steps_of(Custom(True), 60, lambda now: (150, 0.020 + next(stalls, 0.0)), lambda now: (64, 0.014))
+@pytest.mark.parametrize("when", range(8))
+def test_a_stall_is_no_reason_for_long(when):
+    """As when something is compiled that was not needed before."""
+    steps = iter(range(10**6))
+    drafted = steps_of(
+        Custom(True), 60, lambda now: (150, 5.0 if next(steps) == when else 0.020), lambda now: (64, 0.014)
+    )
     assert sum(drafted[-500:]) > 480
 
 
