@@ -85,6 +85,31 @@ def check_left_behind(batch):
     assert [engine.used for engine in batch.engines] == [0] * len(batch.engines)
 
 
+def test_memory_that_is_short_when_the_draft_catches_up_costs_nobody_a_token(decoder, monkeypatch):
+    jobs = [([1, 5, 9, number], {"max_new_tokens": 40}, GraphConfig(mode="graph"), number) for number in range(4)]
+    texts = [text_of(decoder, *job) for job in jobs]
+    batch, sound, raised, failed = Batch(decoder, 4096, 4), Batch._read_draft, [], []
+
+    def short(self, texts, late=0):
+        if late and not raised and any(text.going.new_tokens for text in texts):
+            raised.append(late)
+            raise torch.OutOfMemoryError
+        return sound(self, texts, late)
+
+    monkeypatch.setattr(Batch, "_read_draft", short)
+    told = {id(text): [] for text in texts}
+    for text in texts:
+        batch.add(text)
+    while batch.busy:
+        for text, step in batch.step():
+            told[id(text)] += step.tokens if step else []
+            failed += [text] if text.failure else []
+    assert failed == texts[-1:] and isinstance(texts[-1].failure, torch.OutOfMemoryError)
+    for text, (prompt, arguments, _, seed) in zip(texts[:-1], jobs, strict=False):
+        assert told[id(text)] == text.going.new_tokens == alone(decoder, prompt, arguments, seed)
+    check_left_behind(batch)
+
+
 @pytest.mark.parametrize("slots", [16384, 512])  # plenty, and so few that not everybody can be read by the draft
 def test_who_drafts_only_later_is_read_by_the_draft_then(decoder, batch_of, slots):
     curves = (Curve.of([0], [1, 64], [[seconds, seconds]]) for seconds in (1e-2, 1e-5))

@@ -57,6 +57,7 @@ class Batch:
         self.experience = experiences.setdefault(decoder, Experience())
         self.took = Took()
         self.size = 0  # texts in the last pass
+        self._shortage: torch.OutOfMemoryError | None = None  # of memory, since the last step
         self._loan = Loan(*decoder.models)
 
     @property
@@ -110,6 +111,9 @@ class Batch:
 
     def _step(self) -> Taken:
         """Grow everybody's graph, check all in one pass, walk each; pieces of prompts are read in the same pass."""
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None:
+            raise shortage
         begun, ready = time.perf_counter(), [text for text in self.running if text.began]
         growth = Growth.of(ready, self.draft, self.ahead, self.experience)
         start = time.perf_counter()
@@ -188,13 +192,15 @@ class Batch:
         return bool(pieces)
 
     def _catch_up(self, texts: list[Text]) -> None:
-        """Who has not drafted for a while reads what he missed, if there is room for it."""
+        """Who has not drafted for a while reads what he missed, if there is room for it. The last step has been taken:
+        what goes wrong here is a matter of the next."""
         try:
             while self._read_draft(texts, LATE):
                 pass
-        except OutOfPages:
+        except (OutOfPages, torch.OutOfMemoryError) as error:
             for text in texts:
                 text.hungry = text.draft_piece(1, LATE) is None
+            self._shortage = error if isinstance(error, torch.OutOfMemoryError) else None
 
     def _begin_read(self) -> None:
         for text in self.running:
@@ -230,6 +236,7 @@ class Batch:
             newest.failure = error
             taken.append((newest, None))
         self._draft_ahead()
+        self._shortage = None  # one at a time
 
 
 def guarded(text: Text, act: Callable[..., Any], *given: Any) -> bool:

@@ -68,9 +68,9 @@ class BatchDraft:
         going = going[: TEXTS[-1]]
         if not going or self._gave_up:
             return self._rest(going)
-        self._read_long(going)
-        rows = [draft.row() for draft in going]
         try:
+            self._read_long(going)
+            rows = [draft.row() for draft in going]
             program = self._program(len(rows), any(row.temperature for row in rows))
             program.start(rows)
         except torch.OutOfMemoryError:
