@@ -154,8 +154,9 @@ class Batch:
     def _draft_ahead(self) -> float:
         """Whoever has reason to draft in the next step sets off; how many seconds that took."""
         ready = [text for text in self.running if text.began and not text.done]
+        custom = self.experience.custom(len(ready)).drafts
         for text in ready:
-            text.look_ahead(self.experience.custom(len(ready)).drafts)
+            text.look_ahead(custom)
         self._catch_up([text for text in ready if text.hungry and isinstance(text.draft, ModelProposer)])
         for text in ready:
             text.going.draft_ahead(self.experience.prices(cost_of(text), len(ready)) if text.hungry else None)

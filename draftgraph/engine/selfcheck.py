@@ -149,7 +149,9 @@ def _tree_difference(
             engine.forward(tokens[first:], depths[first:], visible[first:]),
         ]
     plain = _plain_logits(model, text, tokens, visible)
-    noise = 0.0 if precise(model.dtype) else off_by(_plain_logits(model, text, tokens, visible, cached=True), plain)
+    noise = 0.0
+    if not precise(model.dtype):
+        noise = off_by(_plain_logits(model, text, tokens, visible, cached=True), plain, model.dtype)
     return _difference(torch.cat(scored), plain, model.dtype, "a token tree", noise)
 
 
@@ -174,7 +176,7 @@ def _difference(scored: Tensor, plain: Tensor, dtype: torch.dtype, what: str, no
         return "its logits are not finite"
     if scored.shape != plain.shape:
         return f"{len(plain)} tokens give {len(scored)} rows of logits"
-    off, tolerance = off_by(scored, plain), max(TOLERANCE.get(dtype, 1e-1), NOISE * noise)
+    off, tolerance = off_by(scored, plain, dtype), max(TOLERANCE.get(dtype, 1e-1), NOISE * noise)
     return None if off <= tolerance else f"logits of {what} are {off:.1e} off those of plain passes"
 
 
@@ -182,10 +184,10 @@ def precise(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64)
 
 
-def off_by(scored: Tensor, plain: Tensor) -> float:
+def off_by(scored: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
     """How far the worst node's logits are off, as a part of how much they vary. In half precision the second worst: one
     may be on edge, where rounding changes everything; a wrong mask or position changes several."""
-    worst = 1 if precise(plain.dtype) or len(plain) < 3 else 2
+    worst = 1 if precise(dtype) or len(plain) < 3 else 2
     scored, plain = (rows.double() - rows.double().mean(dim=-1, keepdim=True) for rows in (scored, plain))
     off = (scored - plain).norm(dim=-1) / plain.norm(dim=-1).clamp_min(1e-6)
     return float(off.sort().values[-worst])
