@@ -62,12 +62,7 @@ def test_a_study_follows_from_its_measurements(folder: Path) -> None:
     shown = json.loads((folder / "paper.json").read_text(encoding="utf-8"))
     found = PaperReport.of(folder)
     assert found is not None and json.loads(json.dumps(found.to_dict())) == shown
-    assert {one["name"] for one in shown["findings"]} <= ALL_ITEMS
-
-
-def test_every_item_of_the_study_is_answered() -> None:
-    studies = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("*/paper.json")]
-    assert {one["name"] for study in studies for one in study["findings"]} == ALL_ITEMS
+    assert {one["name"] for one in shown["findings"]} == ALL_ITEMS, "every item has its answer"
 
 
 def speeds(report: dict[str, Any]) -> dict[tuple[str, str], float]:
