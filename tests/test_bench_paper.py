@@ -266,7 +266,12 @@ def test_wrong_masks_at_the_draft_are_plain_decoding_and_one_that_is_not_is_told
     assert one.agrees and one.table is not None and one.table.lines[-1][:3] == ["draft 0.5", "0%", "100%"]
     changed: list[Record] = [record | {"first_difference": 3, "right": True, "plain_right": True} for record in records]
     other = probe_findings.accuracy("check-2-accuracy", changed)
-    assert other is not None and other.agrees is False and "CHANGE answers" in other.answer and other.figures["plain"] == 1.0
+    assert (
+        other is not None
+        and other.agrees is False
+        and "CHANGE answers" in other.answer
+        and other.figures["plain"] == 1.0
+    )
     at_ties = probe_findings.accuracy("check-2-accuracy", [record | {"tie": True} for record in changed])
     assert at_ties is not None and at_ties.agrees and at_ties.table is not None
     assert at_ties.table.lines[-1][2] == "0% (1 part at a tie)"

@@ -102,8 +102,8 @@ def test_long_prompts_are_read_in_several_passes(model: Any) -> None:
     logits, nothing = engine.run(parts)
     assert nothing.shape == (0, VOCAB) and reading.scratch == 1100
     assert [(kind.nodes, kind.texts, kind.words, kind.scored) for kind in engine.kinds] == [
-        (512, 1, 8, 0),
-        (512, 1, 8, 0),
+        (512, 4, 8, 64),
+        (512, 4, 8, 64),
         (128, 4, 8, 64),
     ]
     torch.testing.assert_close(logits, plain(model, [1, 2, 3, 4, 5])[-2:], rtol=1e-9, atol=1e-9)
@@ -125,9 +125,30 @@ def test_what_steps_and_prompts_need_can_be_recorded_before(model: Any) -> None:
         engine.run([Part.of_text(seat, tokens_of(length).tolist(), True) for seat in seats])
         for seat in seats:
             seat.forget(0)
-    prompt = Part.of_text(seats[0], tokens_of(256).tolist())
-    engine.run([prompt, *(Part.of_text(seat, [1], True) for seat in seats[1:])])
-    assert set(engine._passes) == recorded and set(engine.kinds) <= recorded
+    for length in (2, 70, 256, 600):
+        prompt = Part.of_text(seats[0], tokens_of(length).tolist())
+        for beside in (1, 30):
+            engine.run([prompt, *(Part.of_text(seat, tokens_of(beside).tolist(), True) for seat in seats[1:])])
+            for seat in seats:
+                seat.forget(0)
+    assert set(engine._passes) == recorded == set(engine.kinds) | recorded
+    reader = Watched(model, 8192)
+    reader.prepare_reading(5)
+    recorded = set(reader._passes)
+    for length in (1, 100, 300):
+        reader.run([Part.of_text(reader.open(), tokens_of(length).tolist()) for _ in range(3)])
+    assert set(reader._passes) == recorded and len(recorded) < len(engine._passes) // 2
+
+
+@torch.no_grad()
+def test_a_tree_may_be_wider_than_a_pass(model: Any) -> None:
+    seat, tokens = seat_of(model), tokens_of(600, 1)
+    seat.prefill([1, 2, 3])
+    depths, visible = ancestry(np.minimum(np.random.default_rng(4).integers(0, 600, 600), np.arange(-1, 599)))
+    logits = seat.engine.run([Part(seat, tokens, depths, visible)])[0]
+    for node in range(0, 600, 37):
+        expected = plain(model, [1, 2, 3, *tokens[np.flatnonzero(visible[node])].tolist()])[-1]
+        torch.testing.assert_close(logits[node], expected, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()

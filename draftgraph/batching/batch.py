@@ -72,11 +72,12 @@ class Batch:
         """Records what texts of this configuration will need, where anything is recorded."""
         if not isinstance(self.target, PackedStaticEngine):
             return
-        notice(f"recording passes over up to {self.most} texts (up to half a minute)")
+        notice(f"recording passes over up to {self.most} texts (about a minute)")
         draft = self.ahead.draft_for(config) if self.ahead is not None else None
         with self._loan, suppress(torch.OutOfMemoryError):  # what is missing is tried again when it is needed
             self.target.prepare(self.most)
-            if draft is not None:
+            if draft is not None and isinstance(self.draft, PackedStaticEngine):
+                self.draft.prepare_reading(self.most)
                 draft.prepare(self.most)
 
     def could_hold(self, tokens: int) -> bool:

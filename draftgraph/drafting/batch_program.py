@@ -75,10 +75,16 @@ class BatchProgram:
         self._levels: list[Captured] = []
         self._running: list[Captured] = []
 
+    @property
+    def usual(self) -> tuple[int, int]:
+        """New tokens that runs have, mostly and sometimes."""
+        mostly = max(NARROWEST, USUAL * self.texts)
+        return mostly, 2 * mostly
+
     def prepare(self, new: int) -> Captured:
         """Records what is missing for so many new tokens."""
         self.wait()
-        width = max(NARROWEST, USUAL * self.texts, 1 << (new - 1).bit_length())
+        width = max(self.usual[0], 1 << (new - 1).bit_length())
         if width not in self._readings:
             self.data.tell([], width)  # recording must not touch a text
             self._readings[width] = self._reading(width)

@@ -57,7 +57,9 @@ class BatchDraft:
     def prepare(self, texts: int) -> None:
         """Records what so many texts need, or fewer: else the first of them wait for it."""
         for most, sampled in product(up_to(TEXTS, texts), (False, True)):
-            self._program(most, sampled).prepare(1)
+            program = self._program(most, sampled)
+            for new in program.usual:
+                program.prepare(new)
 
     def start(self, drafts: Sequence[SeatDraft]) -> None:
         """All of these go on behind their texts; those that want no levels, or for whom there is no room, do not."""

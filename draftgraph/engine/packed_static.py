@@ -35,8 +35,9 @@ from draftgraph.ranking import KEPT, Ranking, packed
 
 NODES = (8, 16, 32, 64, 128, 256, 512)  # of a pass; between them, nodes that nobody looks at fill it up
 TEXTS = (1, 4, 16, 64)
-WORDS = (1, NODES[-1] // WORD)  # of ancestors: few, unless a prompt is read
-FEW_SCORED = 64  # nodes, of those with logits among others without: as many cost hardly more than one
+STEP_WORDS, READING_WORDS = 1, NODES[-1] // WORD  # of ancestors
+LEAST_READ = 128  # nodes of a pass in which something is read: fewer would hardly be quicker, and more kinds
+FEW_SCORED = 64  # nodes, of those with logits among others without: as many cost hardly more than none
 KINDS = 64  # of passes that are kept; those not used for the longest time go
 FIRST_TABLE = 128  # pages that a text may have; four times as many when one outgrows them, which costs new captures
 
@@ -77,7 +78,7 @@ class PackedStaticEngine(PackedEngine):
         waiting = deque(Piece(part, 0, len(part.tokens)) for part in in_order)
         while waiting:
             pieces = sorted(next_pass(waiting, self.widest, TEXTS[-1]), key=lambda piece: not piece.part.scored)
-            recorded = self._recorded(kind_of(pieces))
+            recorded = self._recorded(kind_of(pieces, self.widest))
             if recorded is None:
                 waiting.extendleft(reversed(pieces))
                 continue
@@ -164,8 +165,14 @@ class PackedStaticEngine(PackedEngine):
 
     def prepare(self, texts: int) -> None:
         """Records what so many texts usually need: else the first of them wait for it."""
-        for kind in usual_kinds(texts):
+        for kind in (*step_kinds(texts), *reading_kinds(texts)):
             if kind.nodes <= self.widest:
+                self._recorded(kind)
+
+    def prepare_reading(self, texts: int) -> None:
+        """The same for passes that nobody asks for logits."""
+        for kind in reading_kinds(texts):
+            if kind.nodes <= self.widest and kind.scored == FEW_SCORED:
                 self._recorded(kind)
 
     def _recorded(self, kind: Kind) -> Recorded | None:
@@ -289,20 +296,34 @@ class StaticSeat(Seat):
         """Pages are read where they lie, in any order."""
 
 
-def kind_of(pieces: list[Piece]) -> Kind:
+def kind_of(pieces: list[Piece], widest: int) -> Kind:
+    """Of a step, or of a pass in which something is read."""
     nodes, scored = sum(map(len, pieces)), sum(len(piece) for piece in pieces if piece.part.scored)
-    width = at_least(NODES, nodes)
-    few = width if scored > FEW_SCORED or scored == nodes else min(width, FEW_SCORED if scored else 0)
-    words = at_least(WORDS, words_for(max(piece.scratch for piece in pieces)))
-    return Kind(width, at_least(TEXTS, len(pieces)), words, few)
+    width, words = at_least(NODES, nodes), words_for(max(piece.scratch for piece in pieces))
+    if scored == nodes and words <= STEP_WORDS:
+        return Kind(width, at_least(TEXTS, len(pieces)), STEP_WORDS, width)
+    width = min(max(width, LEAST_READ), widest)
+    few = min(width, FEW_SCORED) if scored <= FEW_SCORED else width
+    return Kind(width, at_least(TEXTS[1:], len(pieces)), max(words, READING_WORDS), few)
 
 
-def usual_kinds(most: int) -> list[Kind]:
-    """Steps of any number of nodes, by so many texts at most; and prompts that are read, alone or beside them."""
-    texts = up_to(TEXTS, most)
-    steps = [Kind(nodes, count, WORDS[0], nodes) for nodes in NODES for count in texts if count <= 4 * nodes]
-    widest, words = NODES[-1], WORDS[-1]
-    return steps + [Kind(widest, count, words, scored) for count in texts for scored in (0, FEW_SCORED, widest)]
+def step_kinds(most: int) -> list[Kind]:
+    """All that steps of at most so many texts may need."""
+    sizes = zip((0, *TEXTS), TEXTS, strict=False)
+    return [
+        Kind(nodes, size, STEP_WORDS, nodes) for less, size in sizes if less < most for nodes in NODES if less < nodes
+    ]
+
+
+def reading_kinds(most: int) -> list[Kind]:
+    """All that reading may need, beside the steps of others or not."""
+    widths = [nodes for nodes in NODES if nodes >= LEAST_READ]
+    return [
+        Kind(nodes, texts, READING_WORDS, scored)
+        for nodes in widths
+        for texts in up_to(TEXTS[1:], most)
+        for scored in (FEW_SCORED, nodes)
+    ]
 
 
 def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
