@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, GraphDecoder, TokenGraph
 from draftgraph.cost import FlatCost
-from draftgraph.drafting.calibration import Calibration
+from draftgraph.drafting.calibration import VOICES, Calibration, Voice
 from draftgraph.drafting.pool import Pool, Proposal, pooled
 from draftgraph.graph import NO_TOKEN, ROOT, Source
 
@@ -171,8 +171,8 @@ class Notes(Calibration):
         super().__init__()
         self.outcomes: list[tuple[str, list[float], list[bool]]] = []
 
-    def observe(self, source: Source, estimates: np.ndarray, accepted: np.ndarray) -> None:
-        self.outcomes.append((source, estimates.tolist(), accepted.tolist()))
+    def observe(self, voice: Voice, estimates: np.ndarray, accepted: np.ndarray) -> None:
+        self.outcomes.append((voice, estimates.tolist(), accepted.tolist()))
 
 
 def test_outcomes_are_known_on_the_walk_alone() -> None:
@@ -187,10 +187,24 @@ def test_outcomes_are_known_on_the_walk_alone() -> None:
     first = tree.child(ROOT, 10)
     assert first is not None
     pool.settle(pool.weighed, graph, tree, [ROOT, first], [10, 13])
-    ((source, estimates, accepted),) = notes.outcomes
-    assert source == "draft"
-    assert estimates == pytest.approx([0.5, 0.25, 0.4, 0.3])
-    assert accepted == [True, False, False, True]
+    assert notes.outcomes == [
+        ("draft", pytest.approx([0.25, 0.3]), [False, True]),
+        ("draft's best", pytest.approx([0.5, 0.4]), [True, False]),
+    ]
+
+
+def test_a_best_child_that_is_always_right_is_soon_believed_whatever_it_says() -> None:
+    calibration, rng = Calibration(), np.random.default_rng(5)
+    for _ in range(5):
+        best, other = rng.uniform(0.3, 0.9, 8), rng.uniform(0.05, 0.3, 8)
+        calibration.observe("draft's best", best, np.ones(8, dtype=bool))
+        calibration.observe("draft", other, np.zeros(8, dtype=bool))
+    assert calibration.odds == (1.0, 1.0), "nothing counts before it is learnt"
+    calibration.learn()
+    less, more = calibration.odds
+    assert less < 0.7 and more > 4
+    unseen = np.array([0.2])  # in no bin that was observed
+    assert calibration.corrected("draft's best", unseen)[0] > 0.4 > 0.2 > calibration.corrected("draft", unseen)[0]
 
 
 @pytest.mark.parametrize("style", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 2}])
@@ -200,8 +214,8 @@ def test_the_text_never_depends_on_what_was_learnt(style: dict[str, Any]) -> Non
     decoder = GraphDecoder(target, perturbed(target, 0.3), config=FREE)
     first = decoder.generate(PROMPT, max_new_tokens=50, **style)
     for calibration in decoder.calibrations.values():
-        for source in ("draft", "copied", "recycled"):
-            calibration.observe(source, GRID[1:], GRID[1:] < 0.5)  # the surer, the less true
+        for voice in VOICES:
+            calibration.observe(voice, GRID[1:], GRID[1:] < 0.5)  # the surer, the less true
             calibration.learn()
     second = decoder.generate(PROMPT, max_new_tokens=50, **style)
     assert plain.sequences.tolist() == first.sequences.tolist() == second.sequences.tolist()

@@ -17,7 +17,7 @@ from draftgraph.compiled.heap import THING, pop, push
 from draftgraph.compiled.opinions import CHOICES, REST, SILENCE, UNNAMED, WEIGHT, correct, pool
 from draftgraph.compiled.passes import WORD, ancestor_bits
 from draftgraph.compiled.table import FREE, empty, get, put, take_over
-from draftgraph.drafting.calibration import PLACES
+from draftgraph.drafting.calibration import BEST, PLACES, VOICES
 
 keys = st.integers(0, 1 << 62)
 
@@ -91,7 +91,7 @@ def test_opinions_are_pooled_by_the_formula(data: Any) -> None:
     estimates, chances = np.empty(len(said)), np.empty(len(said))
     pool(named, said, k, estimates)
     assert estimates.tolist() == pytest.approx(weighed(named[:k], said[:k], named[k:], said[k:]).tolist())
-    curves = np.tile(PLACES, (3, 1))
+    curves = np.tile(PLACES, (len(VOICES), 1))
     correct(estimates, k, PLACES, curves, chances)
     kept = chances > 0
     assert chances[kept].tolist() == pytest.approx(estimates[kept].tolist())
@@ -101,6 +101,9 @@ def test_opinions_are_pooled_by_the_formula(data: Any) -> None:
     correct(estimates, k, PLACES, curves, chances)
     expected = np.interp(estimates, PLACES, curves[0])
     assert chances[kept].tolist() == pytest.approx(expected[kept].tolist())
+    curves[VOICES.index(BEST)] = 0.99
+    correct(estimates, k, PLACES, curves, chances)
+    assert np.isclose(chances[:k], 0.99).sum() == int(drafted), "the draft's best child has a curve of its own"
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path: Path) -> None:

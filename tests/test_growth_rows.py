@@ -46,6 +46,10 @@ def proposals(rows: int, k: int, seed: int, text: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.log_softmax(torch.randn(rows, k, generator=generator) * 3, dim=1)
 
 
+def odds_of(text: int) -> Tensor:
+    return torch.tensor([1 - 0.1 * text, 1.0 + text], dtype=torch.float64)
+
+
 def proposals_of_all(rows: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
     parts = [proposals(rows, k, seed, text) for text in range(len(WISHES))]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -57,6 +61,7 @@ def grow_rows(levels: int, width: int, k: int, step: Run, device: str = "cpu") -
     growth.shared = shared_of(growth, levels, device)
     growth.open.fill_(-torch.inf)
     growth.length.copy_(torch.tensor(LENGTHS))
+    growth.odds.copy_(torch.stack([odds_of(text) for text in range(len(WISHES))]))
     growth.shared.find_slots(growth.length, width)
     tokens, chances = (part.to(device) for part in proposals_of_all(1, k, 0))
     zeros = torch.zeros(len(WISHES), device=device)
@@ -74,6 +79,7 @@ def grow_alone(levels: int, width: int, k: int, text: int) -> Growth:
     growth = Growth.of(levels, width, k, torch.device("cpu"))
     growth.open.fill_(-torch.inf)
     growth.length.fill_(LENGTHS[text])
+    growth.odds.copy_(odds_of(text))
     is_end = torch.zeros(50, dtype=torch.bool)
     is_end[torch.arange(text + 1) * 7] = True
     plain("note", growth, 0, torch.zeros(1), *proposals(1, k, 0, text), is_end)

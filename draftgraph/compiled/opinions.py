@@ -15,6 +15,7 @@ SILENCE = 0.01  # what a source says of a token that it does not name
 UNNAMED = 0.01  # and a draft
 REST = 0.01  # what at least is left for tokens that nobody names
 CHOICES = 4  # of each memory at a node
+DRAFTS_BEST = 3  # the curve of a draft's best child: see `drafting.calibration`
 NO_TOKEN = -1
 
 Ints = NDArray[np.int64]
@@ -58,10 +59,12 @@ def find(tokens: Ints, token: int) -> int:
 
 @compiled
 def correct(estimates: Floats, k: int, places: Floats, curves: Floats, chances: Floats) -> None:
-    """What estimates are worth, by the curve of each source through these places; k children at most."""
+    """What estimates are worth, by the curve of each voice through these places; k children at most."""
+    best = best_of(estimates, k)
     for column in range(len(estimates)):
-        source = 0 if column < k else 1 + (column - k) // CHOICES
-        chances[column] = height(estimates[column], places, curves[source])
+        voice = 0 if column < k else 1 + (column - k) // CHOICES
+        voice = DRAFTS_BEST if column == best else voice
+        chances[column] = height(estimates[column], places, curves[voice])
     for column in range(len(estimates) - 1, -1, -1):
         if chances[column] <= 0.0:
             continue
@@ -70,6 +73,16 @@ def correct(estimates: Floats, k: int, places: Floats, curves: Floats, chances: 
             better += chances[other] > chances[column]
         if better >= k:
             chances[column] = 0.0
+
+
+@compiled
+def best_of(estimates: Floats, k: int) -> int:
+    """The column of a draft's best child."""
+    best = 0
+    for column in range(1, k):
+        if estimates[column] > estimates[best]:
+            best = column
+    return best
 
 
 @compiled

@@ -66,7 +66,7 @@ class BatchProgram:
         shape = draft.width, growth.bits.shape[-1]
         self.shared = Shared.of(told["pages"], told["levels"], told["ends"], draft.engine.slots, *shape)
         self.shared.slots.fill_(draft.engine.slots)
-        growth.shared = self.shared
+        growth.shared, growth.odds = self.shared, told["odds"]
         self.steps = steps_on(self.device)
         self.seconds = 0.0  # that the host gave to the last run, waiting for it included
         self._report = host_memory(growth.report.shape, growth.report.dtype, self.device)

@@ -2,54 +2,65 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
-from draftgraph.compiled.calibrating import count, fit
+from draftgraph.compiled.calibrating import count, fit, odds_of
 from draftgraph.graph import Bools, Floats, Source
 
 EDGES = np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98])  # of bins
 KNOTS = (np.array([0.0, *EDGES]) + np.array([*EDGES, 1.0])) / 2  # the middle of each bin
 PLACES = np.array([0.0, *KNOTS, 1.0])  # where the curve through them is known
 ORDER: tuple[Source, ...] = ("draft", "copied", "recycled")  # who has named a token that several name
+Voice = Source | Literal["draft's best"]
+BEST: Voice = "draft's best"  # child of a node: greedy targets ask for its rank more than for its probability
+VOICES: tuple[Voice, ...] = (*ORDER, BEST)
 PRIOR = 5.0  # acceptances, as many as estimated, that a bin starts with
 WINDOW = 500.0  # outcomes that a bin remembers
 
 
 class Calibration:
-    """Acceptance estimates against outcomes, for each source, in bins of the estimate.
+    """Acceptance estimates against outcomes, for each voice, in bins of the estimate.
 
     Without outcomes an estimate stays as it is. What a bin has seen moves the estimates in it towards the observed
-    share; the curve through the bins never falls, so the best child of a source stays its best.
+    share; the curve through the bins never falls.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[Source, Table] = {}
-        self.curves = np.tile(PLACES, (len(ORDER), 1))  # through PLACES, by source
-        self._news: list[tuple[Source, Floats, Bools]] = []
+        self._tables: dict[Voice, Table] = {}
+        self.curves = np.tile(PLACES, (len(VOICES), 1))  # through PLACES, by voice
+        self.odds = 1.0, 1.0  # by which those of a draft's children, and of its best ones, are too small on the whole
+        self._news: list[tuple[Voice, Floats, Bools]] = []
 
-    def corrected(self, source: Source, estimates: Floats) -> Floats:
+    def corrected(self, voice: Voice, estimates: Floats) -> Floats:
         """Chances of acceptance, of any shape."""
-        return self._tables[source].follow(estimates) if source in self._tables else estimates
+        return self._tables[voice].follow(estimates) if voice in self._tables else estimates
 
-    def observe(self, source: Source, estimates: Floats, accepted: Bools) -> None:
+    def observe(self, voice: Voice, estimates: Floats, accepted: Bools) -> None:
         """What became of proposed tokens; estimates as they were before correction. Counts from `learn` on."""
-        self._news.append((source, estimates, accepted))
+        self._news.append((voice, estimates, accepted))
 
     def learn(self) -> None:
         """Takes in what was observed: to be called when there is time."""
-        for source, estimates, accepted in self._news:
-            table = self._tables.setdefault(source, Table())
+        for voice, estimates, accepted in self._news:
+            table = self._tables.setdefault(voice, Table())
             table.observe(estimates, accepted)
-            self.curves[ORDER.index(source)] = table.curve
+            self.curves[VOICES.index(voice)] = table.curve
         self._news.clear()
+        self.odds = self._odds("draft"), self._odds(BEST)
+
+    def _odds(self, voice: Voice) -> float:
+        return self._tables[voice].odds if voice in self._tables else 1.0
 
 
 class Table:
-    """The outcomes of one source."""
+    """The outcomes of one voice."""
 
     def __init__(self) -> None:
         self._counts = np.zeros((3, len(KNOTS)))  # tried, expected, accepted
         self.curve = PLACES.copy()
+        self.odds = 1.0
 
     def follow(self, estimates: Floats) -> Floats:
         """The curve's height at estimates, straight between the bins."""
@@ -58,4 +69,5 @@ class Table:
 
     def observe(self, estimates: Floats, accepted: Bools) -> None:
         count(self._counts, EDGES, estimates, accepted, WINDOW)
-        fit(self._counts, KNOTS, PRIOR, self.curve)
+        self.odds = float(odds_of(self._counts, PRIOR))
+        fit(self._counts, KNOTS, PRIOR, self.odds, self.curve)

@@ -1,6 +1,7 @@
 """A draft model grows a tree on its device, all levels back to back: the host starts it and reads the result once.
 
-Best first under a width: every level expands the likeliest nodes that are still open, whatever their depth.
+Best first under a width: every level expands the likeliest nodes that are still open, whatever their depth. How likely
+they are is what the draft says, with the odds that its best child and the others have had so far.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from draftgraph.models.cache import notice
 
 WIDTH = 8  # nodes that a level expands
 LEVELS = 16  # that a program is made for, at least
+EVEN = (1.0, 1.0)  # odds that correct nothing
 NEW_TOKENS = (16, *(width for width in WIDTHS if width > 16))  # of the text, read at the root's level
 
 
@@ -69,6 +71,7 @@ class Program:
         self.steps = steps_on(self.device)
         self.noise = SamplingData(self.device)
         self._graphs = graph_memory(self.device)
+        self._odds = host_memory(self.growth.odds.shape, self.growth.odds.dtype, self.device).fill_(1.0)
         self._report = host_memory(self.growth.report.shape, self.growth.report.dtype, self.device)
         self._told: Floats = self._report.numpy()
         self._readings: dict[int, tuple[PassData, Captured]] = {}  # by how many new tokens they can read
@@ -76,14 +79,15 @@ class Program:
         self._running: list[Captured] = []
         self._aside = draft.engine.capacity - 1 - len(self.growth.expanded)  # where recording writes: behind any text
 
-    def start(self, unread: list[int], levels: int, noise: Any) -> None:
-        """New tokens behind the text, and the noise of sampled text."""
+    def start(self, unread: list[int], levels: int, odds: tuple[float, float], noise: Any) -> None:
+        """New tokens behind the text, what children are corrected by, and the noise of sampled text."""
         self.wait()
         width = next(width for width in NEW_TOKENS if len(unread) <= width)
         text, read = self._readings.get(width) or self._reading(width)
         if not self._levels:  # all at once: an answer that needs more than the last should not stand still for it
             self._levels = [self._level(level) for level in range(self._most - 1)]
         tell(text, unread, len(self.draft.engine.text), self.draft.engine.capacity)
+        self._odds.numpy()[:] = odds
         if noise is not None:
             self.noise.tell(Sampling(noise.noise.stream_key(noise.stream), Warping(noise.temperature)))
         self._running = [read, *self._levels[: levels - 1]]
@@ -118,6 +122,7 @@ class Program:
 
         def read() -> None:
             text.arrive()
+            growth.odds.copy_(self._odds, non_blocking=True)
             if self.sampled:
                 self.noise.arrive()
             growth.open.fill_(-torch.inf)
@@ -168,6 +173,7 @@ class DeviceDraft:
     def __init__(self, engine: StaticEngine, vocabulary: DraftVocabulary, k: int, width: int = WIDTH) -> None:
         self.engine, self.width = engine, width
         self.levels = 8
+        self.odds = EVEN
         self.perturb: Any = None  # a `DraftNoise`, for sampled text
         self.passes = self.tokens_fed = 0
         self.readable = vocabulary.readable
@@ -186,6 +192,7 @@ class DeviceDraft:
     def begin_text(self, ends: frozenset[int]) -> None:
         """For another text: counts from nothing, and drafts nothing behind these tokens."""
         self.passes = self.tokens_fed = 0
+        self.odds = EVEN
         self.is_end.fill_(False)
         self.is_end[[end for end in ends if end < len(self.is_end)]] = True
 
@@ -209,7 +216,7 @@ class DeviceDraft:
         engine.reserve(len(text) + room_for(self.levels) * self.width)
         try:
             program = self._program(self.levels)
-            program.start(unread, self.levels, self.perturb)
+            program.start(unread, self.levels, self.odds, self.perturb)
         except torch.OutOfMemoryError:
             return self._give_up()
         self._started = program

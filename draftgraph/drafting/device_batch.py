@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftgraph.drafting.batch_program import NEW_TOKENS, BatchProgram, GraphSeats
-from draftgraph.drafting.device import WIDTH, tokens_written
+from draftgraph.drafting.device import EVEN, WIDTH, tokens_written
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.capture import graph_memory
 from draftgraph.engine.packed import Part
@@ -126,6 +126,7 @@ class SeatDraft:
     def __init__(self, batch: BatchDraft, seat: Any, ends: frozenset[int]) -> None:
         self.batch, self.engine, self.width, self.k = batch, seat, batch.width, batch.k
         self.levels = 0
+        self.odds = EVEN
         self.perturb: Any = None  # a `DraftNoise`, for sampled text
         self.passes = self.tokens_fed = 0
         self._ends = ends_of(ends)
@@ -182,7 +183,8 @@ class SeatDraft:
             noise = self.perturb
             self._noise = (0, 0.0) if noise is None else (noise.noise.stream_key(noise.stream), noise.temperature)
         key, temperature = self._noise
-        return Row(len(seat.text), self.unread(), seat.pages, self.levels, self._ends, signed(key), temperature)
+        sampling = signed(key), temperature
+        return Row(len(seat.text), self.unread(), seat.pages, self.levels, self._ends, *sampling, self.odds)
 
     def started(self, program: BatchProgram, number: int, row: Row) -> None:
         self._run = program, number, row.levels

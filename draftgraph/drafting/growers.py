@@ -196,7 +196,7 @@ class SheetGrower:
 
     def draft_ahead(self, text: list[int], depth: int) -> None:
         self._arriving = None
-        self.draft.levels = min(self._levels, depth)
+        self.draft.levels, self.draft.odds = min(self._levels, depth), self.limits.calibration.odds
         self.draft.begin(text)
 
     def remember(self, text: list[int], depth: int) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftgraph.compiled.opinions import pool
-from draftgraph.drafting.calibration import ORDER, Calibration
-from draftgraph.graph import NO_TOKEN, Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.drafting.calibration import BEST, ORDER, VOICES, Calibration, Voice
+from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, Source, TokenGraph, TokenTree
 
 Weighed = dict[int, tuple[Ints, Floats]]  # graph node -> every token that was named there, once, and its estimate
 
@@ -80,7 +80,15 @@ class Pool:
         chances = np.empty(estimates.shape)
         for source, columns in self._columns.items():
             chances[:, columns] = self.calibration.corrected(source, estimates[:, columns])
+        best = self._best(estimates)
+        chances[best] = self.calibration.corrected(BEST, estimates[best])
         return named, chances
+
+    def _best(self, estimates: Floats) -> Bools:
+        """Where the best children of a draft stand."""
+        best = np.zeros(estimates.shape, dtype=bool)
+        best[np.arange(len(best)), estimates[:, : self.k].argmax(axis=1)] = True
+        return best
 
     def settle(
         self, weighed: Weighed, graph: TokenGraph, tree: TokenTree, visited: list[int], chosen: list[int]
@@ -94,11 +102,15 @@ class Pool:
         if not outcomes:
             return
         tokens, estimates, right = (np.stack(column) for column in zip(*outcomes, strict=True))
-        for source, columns in self._columns.items():
-            named = estimates[:, columns] > 0
-            accepted = tokens[:, columns] == right[:, None]
-            if named.any():
-                self.calibration.observe(source, estimates[:, columns][named], accepted[named])
+        best, accepted, named = self._best(estimates), tokens == right[:, None], estimates > 0
+        for voice in VOICES:
+            spoken = named & (best if voice == BEST else ~best & self._columns_of(voice))
+            if spoken.any():
+                self.calibration.observe(voice, estimates[spoken], accepted[spoken])
+
+    def _columns_of(self, voice: Voice) -> Bools:
+        columns: Bools = np.arange(self.k * len(ORDER)) // self.k == VOICES.index(voice)
+        return columns
 
 
 def pooled(tokens: Ints, said: Floats, k: int) -> Floats:

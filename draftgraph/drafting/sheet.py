@@ -17,7 +17,7 @@ from draftgraph.compiled.rankings import LONGEST
 from draftgraph.compiled.selecting import NODE, PARENT, TOKEN, aliases_in, merge, select
 from draftgraph.compiled.sheet import Memories, Rows, add, begin, rows_for
 from draftgraph.config import GraphConfig
-from draftgraph.drafting.calibration import ORDER, PLACES, Calibration
+from draftgraph.drafting.calibration import BEST, ORDER, PLACES, VOICES, Calibration, Voice
 from draftgraph.drafting.device import WIDTH, room_for
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
@@ -35,7 +35,9 @@ class Sheet:
         self.copied, self.recycled, self.calibration, self.config = copied, recycled, calibration, config
         ends = np.cumsum((config.k, CHOICES, CHOICES)).tolist()
         starts = [0, *ends]
-        self.columns = {source: slice(starts[place], ends[place]) for place, source in enumerate(ORDER)}
+        self.columns: dict[Voice, slice] = {
+            source: slice(starts[place], ends[place]) for place, source in enumerate(ORDER)
+        }
         room = WIDTH * room_for(config.levels)
         self._rows, self._before = rows_for(room, config.k), rows_for(room, config.k)
 
@@ -106,10 +108,13 @@ class Selection:
         rows = self.plain[NODE, self.tree.nodes[visited]].tolist()
         choices = np.array([(row, token) for row, token in zip(rows, chosen, strict=True) if row >= 0], dtype=np.int64)
         known, right = choices[:, 0].copy(), choices[:, 1].copy()
-        for source, here in self.sheet.columns.items():
-            said = outcomes(self.rows.named, self.rows.estimates, known, right, here.start, here.stop)
+        k, columns = self.sheet.config.k, self.sheet.columns
+        for voice in VOICES:
+            here = columns["draft" if voice == BEST else voice]
+            told = self.rows.named, self.rows.estimates, known, right, here.start, here.stop
+            said = outcomes(*told, k, voice == BEST)
             if len(said[0]):
-                self.sheet.calibration.observe(source, *said)
+                self.sheet.calibration.observe(voice, *said)
 
 
 def tree_of(nodes: Ints, scores: Floats) -> TokenTree:

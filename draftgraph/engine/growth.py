@@ -72,7 +72,7 @@ class Growth:
     k: int
     width: int  # nodes that a level expands
     tokens: Tensor  # [nodes]
-    scores: Tensor  # log-probabilities of their paths
+    scores: Tensor  # of their paths: the logarithms of their chances
     open: Tensor  # the same, or -inf: expanded already, or never to be
     parents: Tensor  # [nodes], the expansions that proposed them
     expanded: Tensor  # [expansions - 1], the nodes; -1: there was none
@@ -85,6 +85,7 @@ class Growth:
     next_slots: Tensor  # [texts * width]
     next_scores: Tensor  # [texts * width]
     report: Tensor  # [expansions, 2k + 1] float64: children, their log-probabilities, and the node; root or none: -1
+    odds: Tensor  # [texts, 2] float64, by which those of a child and of a best child are corrected
     shared: Shared | None = None
 
     @classmethod
@@ -110,6 +111,7 @@ class Growth:
             next_slots=whole(many * width),
             next_scores=torch.zeros(many * width, device=device),
             report=torch.zeros(1 + expansions, *rows, 2 * k + 1, dtype=torch.float64, device=device),
+            odds=torch.ones(many, 2, dtype=torch.float64, device=device),
         )
 
     @property
@@ -173,7 +175,7 @@ def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Te
     texts, k = growth.texts, growth.k
     rows = len(tokens) // texts
     here = slice(first * k, (first + rows) * k)
-    paths = (scores[:, None] + chances).view(texts, -1)
+    paths = (scores[:, None] + corrected(growth, chances)).view(texts, -1)
     growth.tokens.view(texts, -1)[:, here] = tokens.view(texts, -1)
     growth.scores.view(texts, -1)[:, here] = paths
     numbers = torch.arange(first, first + rows, device=tokens.device)
@@ -189,6 +191,13 @@ def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Te
     columns = (tokens, chances, nodes.reshape(-1, 1))
     found = torch.cat([column.double() for column in columns], dim=1).view(texts, rows, -1)
     growth.report.view(-1, texts, 2 * k + 1)[first : first + rows] = found.transpose(0, 1)
+
+
+def corrected(growth: Growth, chances: Tensor) -> Tensor:
+    """Log-probabilities [texts * rows, k], the best first, with the odds of their texts."""
+    other, best = growth.odds.to(chances.dtype).repeat_interleave(len(chances) // growth.texts, dim=0).split(1, dim=1)
+    odds = torch.cat([best, other.expand(-1, growth.k - 1)], dim=1)
+    return chances + odds.log() - (chances.exp() * (odds - 1)).log1p()
 
 
 def steps_on(device: torch.device) -> Any:

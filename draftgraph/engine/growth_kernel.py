@@ -67,7 +67,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _note(  # type: ignore[no-untyped-def]
-    tokens, scores, open_scores, parents, expanded, report, paths, proposed, chances, is_end, ends,
+    tokens, scores, open_scores, parents, expanded, report, odds, paths, proposed, chances, is_end, ends,
     first, count, nodes, k, block: tl.constexpr,
 ):  # fmt: skip
     """One of `is_end`, by token, and `ends`, a few by text, is none."""
@@ -77,7 +77,9 @@ def _note(  # type: ignore[no-untyped-def]
     given = text * count + place
     token = tl.load(proposed + given, mask=there, other=0)
     chance = tl.load(chances + given, mask=there, other=0.0)
-    score = tl.load(paths + given // k, mask=there, other=0.0) + chance
+    own_odds = tl.load(odds + 2 * text + (place % k == 0).to(tl.int32)).to(tl.float32)
+    corrected = chance + tl.log(own_odds) - tl.log(1.0 + tl.exp(chance) * (own_odds - 1.0))
+    score = tl.load(paths + given // k, mask=there, other=0.0) + corrected
     ended = place < 0
     if is_end is not None:
         ended = ended | (tl.load(is_end + token, mask=there, other=0) != 0)
@@ -113,7 +115,7 @@ def choose(growth: Growth, level: int, readable: int) -> None:
 def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor, is_end: Tensor | None) -> None:
     count, ends = tokens.numel() // growth.texts, None if growth.shared is None else growth.shared.ends
     _note[(growth.texts,)](
-        growth.tokens, growth.scores, growth.open, growth.parents, growth.expanded, growth.report,
+        growth.tokens, growth.scores, growth.open, growth.parents, growth.expanded, growth.report, growth.odds,
         scores, tokens.contiguous(), chances.contiguous(), is_end, ends,
         first, count, growth.tokens.shape[-1], growth.k, block=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip

@@ -32,6 +32,7 @@ class Row:
     ends: Ints  # [ENDS]
     key: int = 0  # of its noise, signed: see `KeyedNoise.stream_key`
     temperature: float = 0.0  # 0: greedy
+    odds: tuple[float, float] = (1.0, 1.0)  # see `Growth`
 
 
 class RowData:
@@ -41,7 +42,7 @@ class RowData:
         self.texts, self.trash, self.most_pages = texts, trash, most_pages
         sizes = {name: texts for name in ("levels", "keys", "temperatures", "last")}
         sizes |= {"ends": texts * ENDS, "lengths": half(texts), "starts": half(texts + 1)}
-        sizes |= {"pages": half(texts * most_pages)}
+        sizes |= {"odds": 2 * texts, "pages": half(texts * most_pages)}
         self._nodes_at = sum(sizes.values())
         self._host = host_memory((self._nodes_at + len(NODE_PARTS) * widest,), torch.long, device)
         self._device = torch.zeros_like(self._host, device=device)
@@ -52,7 +53,7 @@ class RowData:
         parts = {name: self._device[place] for name, place in places.items()}
         self.device = self._shaped(parts, torch.int32, torch.float64)
         self._known: list[list[int]] = [[] for _ in range(texts)]  # pages, by row
-        self.host["ends"][:] = -1
+        self.host["ends"][:], self.host["odds"][:] = -1, 1.0
         self._numbered = torch.arange(WORD, device=device)
 
     def _shaped(self, parts: dict[str, Any], short: Any, floating: Any) -> dict[str, Any]:
@@ -65,6 +66,7 @@ class RowData:
         parts["pages"] = parts["pages"].reshape(self.texts, self.most_pages)
         parts["ends"] = parts["ends"].reshape(self.texts, ENDS)
         parts["temperatures"] = parts["temperatures"].view(floating)
+        parts["odds"] = parts["odds"].view(floating).reshape(self.texts, 2)
         return parts
 
     def tell(self, rows: Sequence[Row], width: int) -> None:
@@ -81,7 +83,7 @@ class RowData:
         host["keys"][:count] = [row.key for row in rows]
         host["temperatures"][:count] = [row.temperature for row in rows]
         for row, one in enumerate(rows):
-            host["ends"][row] = one.ends
+            host["ends"][row], host["odds"][row] = one.ends, one.odds
         new = np.array([token for row in rows for token in row.new], dtype=np.int64)
         counts, before = np.array([(len(row.new), row.text) for row in rows], dtype=np.int64).reshape(-1, 2).T.copy()
         tokens, positions, slots, ancestors = self._places(self._numbers, width)
