@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from textwrap import wrap
 from typing import Any
 
@@ -109,6 +111,22 @@ def large() -> Iterator[str]:
     )
 
 
+def load() -> Iterator[str]:
+    """Requests at once, through the scheduler."""
+    lines = (DOCS / "results" / "h200-7b-load" / "load.jsonl").read_text(encoding="utf-8").splitlines()
+    speeds: dict[int, dict[str, list[float]]] = {}
+    for one in map(json.loads, lines):
+        speeds.setdefault(one["texts"], {}).setdefault(one["mode"], []).append(one["tokens"] / one["seconds"])
+    levels = sorted(speeds)
+    rows = [
+        [f"tokens per second, `{mode}`", *(f"{median(speeds[texts][mode]):,.0f}" for texts in levels)]
+        for mode in ("off", "auto")
+    ]
+    ratios = [median(map(truediv, speeds[texts]["auto"], speeds[texts]["off"])) for texts in levels]
+    rows.append(["times as fast (7B-cost, inflated)", *(f"{ratio:.2f}x" for ratio in ratios)])
+    yield from table([f"{texts} client{'s' * (texts > 1)}" for texts in levels], rows)
+
+
 PEERS = {
     "hf": "`transformers`, plain",
     "hf-lookup": "`transformers`, prompt lookup",
@@ -150,6 +168,7 @@ BLOCKS: dict[str, Callable[[], Iterator[str]]] = {
     "peers": peers,
     "gpu": gpu,
     "large": large,
+    "load": load,
     "draft": draft,
 }
 

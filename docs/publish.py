@@ -3,8 +3,8 @@
     python docs/publish.py speed h200-7b
 
 The folder of a `bench run` or `bench paper` is copied to docs/results/h200-7b without answers and references, scores
-computed before; then its report is written there as JSON and Markdown, and the page of all results anew. `python
-docs/figures.py` brings the README up to date.
+computed before; then its report is written there as JSON and Markdown, and the page of all results anew. Of a file of
+`benchmarks/concurrency.py` the lines are copied without answers. `python docs/figures.py` brings the README up to date.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ def publish(source: Path, place: Path) -> None:
     (place / f"{name}.md").write_text(report.to_markdown(), encoding="utf-8")
 
 
+def publish_load(source: Path, place: Path) -> None:
+    place.mkdir(exist_ok=True)
+    lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    kept = [{name: rounded(value) for name, value in line.items() if name != "answers"} for line in lines]
+    (place / "load.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
+
+
 def page_of_all() -> str:
     names = ("report.json", "paper.json")
     places = sorted({file.parent for name in names for file in RESULTS.glob(f"*/{name}")})
@@ -71,5 +78,5 @@ if __name__ == "__main__":
     parser.add_argument("source", type=Path)
     parser.add_argument("name")
     asked = parser.parse_args()
-    publish(asked.source, RESULTS / asked.name)
+    (publish if asked.source.is_dir() else publish_load)(asked.source, RESULTS / asked.name)
     (RESULTS / "index.html").write_text(page_of_all(), encoding="utf-8")

@@ -70,7 +70,8 @@ def test_everybody_gets_what_he_would_get_alone_on_cuda(name: str, slots: int) -
     texts = [text_of(decoder, *job) for job in jobs]
     batch = Batch(decoder, slots, texts=20)
     assert isinstance(batch.target, PackedStaticEngine) and isinstance(batch.draft, PackedStaticEngine)
-    batch.prepare(GraphConfig())
+    if (name, slots) == (STATIC[0], 16384):
+        batch.prepare(GraphConfig())  # it takes its time, and what is missing is recorded as it is needed
     run(batch, texts)
     for text, (prompt, arguments, _, seed) in zip(texts, jobs, strict=True):
         assert text.going.new_tokens == alone(decoder, prompt, arguments, seed)

@@ -119,8 +119,7 @@ def test_what_steps_and_prompts_need_can_be_recorded_before(model: Any) -> None:
     engine.prepare(5)
     recorded = set(engine._passes)
     assert {kind.texts for kind in recorded} == {1, 4, 16} and {kind.nodes for kind in recorded} == set(NODES)
-    seats = [engine.open() for _ in range(5)]
-    engine.kinds = []
+    seats, engine.kinds = [engine.open() for _ in range(5)], []
     for length in (1, 3, 40):
         engine.run([Part.of_text(seat, tokens_of(length).tolist(), True) for seat in seats])
         for seat in seats:
