@@ -21,7 +21,7 @@ from draftgraph.bench import inflation
 from draftgraph.bench.inflation import Shape
 from draftgraph.bench.paper import best_setting, masks, probe_findings, probes
 from draftgraph.bench.paper import study as study_module
-from draftgraph.bench.paper.counts import measured
+from draftgraph.bench.paper.counts import Sameness, measured
 from draftgraph.bench.paper.draft_sizes import known_sizes
 from draftgraph.bench.paper.finding import Finding
 from draftgraph.bench.paper.items import CHAINS, ITEMS, SIZES, Item, Size, grid_modes
@@ -359,3 +359,14 @@ def test_an_inflated_target_is_searched_and_drafted_for(
     assert "the target before it was inflated" in found(tmp_path / "out", "draft-sizes").answer
     labels = {one.name: "7B-cost, inflated" in one.answer for one in PaperReport.of(tmp_path / "out").findings}
     assert labels["question-3"] and labels["draft-sizes"] and not labels["check-2"] and not labels["check-2-accuracy"]
+
+
+def test_answers_that_part_are_counted_by_where() -> None:
+    def of(*parted: tuple[bool, bool]) -> Sameness:
+        return Sameness.of([{"same": same, "tie": tie} for same, tie in parted])
+
+    same, tie, other = (True, False), (False, True), (False, False)
+    assert str(of(same, same)) == "the same"
+    assert str(of(same) + of(tie)) == "the same but at ties of rounding"
+    assert str(of(same, other) + of(same)) == "the same, and NOT in 1 of 3 answers"
+    assert str(of(tie, other, same)) == "the same but at ties of rounding, and NOT in 1 of 3 answers"

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from draftgraph.bench.runs import FILE, Record, of_kind, records_in
 from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.stats import SOURCES
+
+
+@dataclass(frozen=True)
+class Sameness:
+    """Answers against those of plain decoding."""
+
+    answers: int
+    at_ties: int  # that part from it there
+    elsewhere: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Record]) -> Sameness:
+        ties = sum(run["tie"] for run in runs)
+        return cls(len(runs), ties, sum(not run["same"] for run in runs) - ties)
+
+    def __add__(self, other: Sameness) -> Sameness:
+        mine, others = astuple(self), astuple(other)
+        return Sameness(*map(sum, zip(mine, others, strict=True)))
+
+    def __str__(self) -> str:
+        words = "the same" + (" but at ties of rounding" if self.at_ties else "")
+        return words + (f", and NOT in {self.elsewhere} of {self.answers} answers" if self.elsewhere else "")
 
 
 @dataclass(frozen=True)
@@ -57,7 +79,7 @@ class Measured:
 
     report: SpeedReport
     modes: dict[str, Counts]
-    same: bool  # every answer is plain decoding's, or parts from it at a tie
+    sameness: Sameness
 
     def speed(self, mode: str, task: str | None = None) -> float:
         """Times as fast as plain decoding."""
@@ -89,4 +111,4 @@ def measured(folder: Path) -> Measured | None:
     for run in runs:
         by_mode.setdefault(run["mode"], []).append(run)
     modes = {mode: Counts.of(these) for mode, these in by_mode.items()}
-    return Measured(SpeedReport.of(records), modes, all(run["same"] or run["tie"] for run in runs))
+    return Measured(SpeedReport.of(records), modes, Sameness.of(runs))

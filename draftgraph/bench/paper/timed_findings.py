@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 from draftgraph.bench.paper.counts import Measured, measured
@@ -140,7 +142,7 @@ def grid(name: str, known: Measured) -> Finding:
     answer = (
         f"Of {len(modes)} settings the fastest is {point_named(best)} with {known.shown(modes[best])}; the paper's "
         f"defaults have {known.shown(modes[PAPER_POINT])}, so they are {'near' if near else 'not'} the best here; "
-        f"auto, which needs none, has {known.shown('auto')}. Output is {'' if known.same else 'NOT '}the same for all."
+        f"auto, which needs none, has {known.shown('auto')}. Output is {known.sameness} for all."
     )
     question = "Check 3: theta_prob x theta_sib x tau: are the paper's defaults the best?"
     return Finding(name, question, answer, Table("By setting", COUNTS, rows), near)
@@ -161,6 +163,7 @@ def temperatures(name: str, folder: Path) -> Finding | None:
         cells = [one.shown(mode) for mode in (one.fastest(CHAINS), *modes)]
         rows.append([str(heat) if heat else "greedy", *cells, f"{one.modes['graph'].merged:.1%}"])
     told = "; ".join(f"{row[0]}: graph {row[3]}, best chain {row[1]}, auto {row[4]}" for row in rows)
-    answer = f"With keyed noise the same graph serves both, and tokens are the same as without drafting. {told}."
+    written = reduce(add, (one.sameness for one in there.values()))
+    answer = f"With keyed noise the same graph serves both; with and without drafting tokens are {written}. {told}."
     table = Table("By temperature", ["temperature", "best chain", *modes, "merged"], rows)
     return Finding(name, "Open question 2: greedy against sampling", answer, table)
