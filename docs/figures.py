@@ -106,8 +106,9 @@ def large() -> Iterator[str]:
     yield from prose(
         f"At 7B-cost, inflated, `auto` gets {auto['overall']['tokens_per_pass']:.1f} tokens per pass, {free} of the",
         f"accepted ones without drafting ({parts}); the first token comes after {first:.0f} ms ({plain_first:.0f} ms",
-        f"in `off`). Answers scored again in float32 are as good as plain decoding's: {found:.2%} of tokens are not",
-        f"the best there, {off:.2%} in `off`.",
+        f"in `off`). {auto['same']} of its {auto['answers']} answers are token for token those of `off`,",
+        f"{auto['ties']} part from them at a tie of rounding; scored again in float32 they are as good: {found:.2%} of",
+        f"tokens are not the best there, {off:.2%} in `off`.",
     )
 
 
