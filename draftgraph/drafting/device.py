@@ -19,7 +19,7 @@ from draftgraph.compiled.passes import WORD
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.best import best_tokens
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
-from draftgraph.engine.growth import Growth, steps_on
+from draftgraph.engine.growth import EVEN, Growth, steps_on
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.sampler import Sampling, SamplingData
 from draftgraph.engine.sampling import Warping, perturbed
@@ -29,7 +29,6 @@ from draftgraph.models.cache import notice
 
 WIDTH = 8  # nodes that a level expands
 LEVELS = 16  # that a program is made for, at least
-EVEN = (1.0, 1.0)  # odds that correct nothing
 NEW_TOKENS = (16, *(width for width in WIDTHS if width > 16))  # of the text, read at the root's level
 
 

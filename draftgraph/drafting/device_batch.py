@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from draftgraph.drafting.batch_program import NEW_TOKENS, BatchProgram, GraphSeats
-from draftgraph.drafting.device import EVEN, WIDTH, tokens_written
+from draftgraph.drafting.device import WIDTH, tokens_written
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.capture import graph_memory
+from draftgraph.engine.growth import EVEN
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_static import at_least, up_to
 from draftgraph.engine.pages import OutOfPages, pages_for

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftgraph.compiled.opinions import pool
-from draftgraph.drafting.calibration import BEST, ORDER, VOICES, Calibration, Voice
+from draftgraph.drafting.calibration import BEST, ORDER, VOICES, Calibration
 from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, Source, TokenGraph, TokenTree
 
 Weighed = dict[int, tuple[Ints, Floats]]  # graph node -> every token that was named there, once, and its estimate
@@ -35,7 +35,8 @@ class Pool:
     def __init__(self, k: int, calibration: Calibration) -> None:
         self.k = k
         self.calibration = calibration
-        self._columns = {source: np.arange(place * k, place * k + k) for place, source in enumerate(ORDER)}
+        self._speakers = np.repeat(np.arange(len(ORDER)), k)  # of columns
+        self._columns = {source: np.flatnonzero(self._speakers == place) for place, source in enumerate(ORDER)}
         self._heard: dict[int, tuple[Ints, Floats]] = {}  # graph node -> what all sources said
         self.weighed: Weighed = {}
 
@@ -104,13 +105,9 @@ class Pool:
         tokens, estimates, right = (np.stack(column) for column in zip(*outcomes, strict=True))
         best, accepted, named = self._best(estimates), tokens == right[:, None], estimates > 0
         for voice in VOICES:
-            spoken = named & (best if voice == BEST else ~best & self._columns_of(voice))
+            spoken = named & (best if voice == BEST else ~best & (self._speakers == VOICES.index(voice)))
             if spoken.any():
                 self.calibration.observe(voice, estimates[spoken], accepted[spoken])
-
-    def _columns_of(self, voice: Voice) -> Bools:
-        columns: Bools = np.arange(self.k * len(ORDER)) // self.k == VOICES.index(voice)
-        return columns
 
 
 def pooled(tokens: Ints, said: Floats, k: int) -> Floats:

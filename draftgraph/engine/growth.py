@@ -21,6 +21,9 @@ from draftgraph.engine.pages import PAGE
 ENDS = 8  # tokens behind which one of many texts drafts nothing; of more, the rest is drafted behind in vain
 
 
+EVEN = 1.0, 1.0  # odds, of children and of best ones, that correct nothing
+
+
 @dataclass
 class Shared:
     """What many texts need besides, each having places of its own in a pool.

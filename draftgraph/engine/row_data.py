@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftgraph.compiled.passes import WORD, pack
 from draftgraph.engine.capture import host_memory
-from draftgraph.engine.growth import ENDS
+from draftgraph.engine.growth import ENDS, EVEN
 from draftgraph.engine.packed_graph import PackedData
 from draftgraph.engine.pages import PAGE
 from draftgraph.graph import Ints
@@ -32,7 +32,7 @@ class Row:
     ends: Ints  # [ENDS]
     key: int = 0  # of its noise, signed: see `KeyedNoise.stream_key`
     temperature: float = 0.0  # 0: greedy
-    odds: tuple[float, float] = (1.0, 1.0)  # see `Growth`
+    odds: tuple[float, float] = EVEN  # see `Growth`
 
 
 class RowData:
