@@ -139,9 +139,18 @@ def test_the_choice_is_kept_between_starts(layers: nn.ModuleDict, monkeypatch: p
         monkeypatch.setattr(linear, "CHOICES", Choices())
         assert linear.way_for(7, [layers["large"]]) is packed
     assert measured == [8]
-    linear.measure_again(torch.device("cpu"))
+    linear.choose_again(torch.device("cpu"))
     linear.way_for(7, [layers["large"]])
     assert measured == [8, 8]
+
+
+def test_two_processes_keep_each_others_choices() -> None:
+    here, mine, yours = torch.device("cpu"), Choices(), Choices()
+    assert mine.get(here, "4 rows") is None and yours.get(here, "4 rows") is None
+    mine.put(here, "4 rows", "turned")
+    yours.put(here, "8 rows", "packed")
+    assert [Choices().get(here, what) for what in ("4 rows", "8 rows")] == ["turned", "packed"]
+    assert yours.get(here, "4 rows") == "turned"
 
 
 @torch.no_grad()

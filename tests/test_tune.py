@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from cli_tools import PROMPT, Runner, refused
 
+from draftgraph.engine import linear
+from draftgraph.engine.choices import Choices
 from draftgraph.tuning import Curve, Latencies, MeasuredCost, prices
 from draftgraph.tuning.report import HITS
 
@@ -58,6 +61,19 @@ def test_json_is_one_object(run, folder, found):
     assert wide["ms"] == pytest.approx(30.0) and wide["one_token_passes"] == pytest.approx(2.5)
     assert [one["hit"] for one in report["choices"]] == list(HITS)
     assert set(report["choices"][0]) == {"hit", "levels", "nodes", "tokens", "ratio"}
+
+
+def test_only_tuning_chooses_products_again(run, folder, found, monkeypatch):
+    """Other ways round otherwise: in half precision prices that are measured in between must not change an answer."""
+    monkeypatch.setattr(prices, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "CHOICES", Choices())
+    here, what = torch.device("cpu"), "1 rows of a shape"
+    linear.CHOICES.put(here, what, "turned")
+    done = run("generate", PROMPT, "--target", folder, "--draft", "self", "--max-new-tokens", 8, "--stats")
+    assert "measuring what passes cost" in done.err and "measured prices" in done.err
+    assert [linear.CHOICES.get(here, what), Choices().get(here, what)] == ["turned", "turned"]
+    run("tune", "--target", folder, "--draft", "self")
+    assert [linear.CHOICES.get(here, what), Choices().get(here, what)] == [None, None]
 
 
 def test_a_target_alone_is_measured_too(run, folder, found):

@@ -23,24 +23,30 @@ class Choices:
 
     def put(self, device: torch.device, what: str, name: str) -> None:
         known, file = self._of(device), file_of(device)
-        known[what] = name
+        known |= read(file) | known | {what: name}  # what others have chosen in the meantime stays
         with suppress(OSError):  # only time is lost
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as partial:
                 partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
 
     def forget(self, device: torch.device) -> None:
-        """So that all are measured again."""
+        """So that all are chosen again."""
         self._of(device).clear()
+        with suppress(OSError):
+            file_of(device).unlink()
 
     def _of(self, device: torch.device) -> dict[str, str]:
         file = file_of(device)
         if file not in self._known:
-            known = {}
-            with suppress(OSError, ValueError):
-                known = json.loads(file.read_text(encoding="utf-8"))
-            self._known[file] = known if isinstance(known, dict) else {}
+            self._known[file] = read(file)
         return self._known[file]
+
+
+def read(file: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return known if isinstance(known, dict) else {}
+    return {}
 
 
 def file_of(device: torch.device) -> Path:

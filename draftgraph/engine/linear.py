@@ -130,8 +130,8 @@ def way_for(rows: int, group: list[nn.Linear]) -> Way:
     return CHOSEN[key]
 
 
-def measure_again(device: torch.device) -> None:
-    """The machine is not what it was."""
+def choose_again(device: torch.device) -> None:
+    """If the machine is not what it was. Never unasked: every way rounds in its own manner."""
     CHOICES.forget(device)
     CHOSEN.clear()
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 from draftgraph.config import GraphConfig
 from draftgraph.cost import CostModel
 from draftgraph.drafting.device import DeviceDraft
-from draftgraph.engine.linear import measure_again
 from draftgraph.engine.loan import Loan
 from draftgraph.generation import context_window
 from draftgraph.models.cache import notice
@@ -80,7 +79,6 @@ class MeasuredPricing:
 
     def renew(self, decoder: GraphDecoder, config: GraphConfig) -> Latencies:
         """Measures now, and keeps the result."""
-        measure_again(decoder.target_engine.device)
         latencies = measure_pair(decoder, config)
         store.write(self.key, latencies)
         self.cost = MeasuredCost(latencies)

@@ -67,11 +67,14 @@ class TuneReport:
 
 
 def tune(decoder: GraphDecoder, config: GraphConfig, target: str, draft: str | None) -> TuneReport:
-    """Measures now, whatever is known, and keeps the result for later starts."""
+    """Measures now, whatever is known, and keeps the result for later starts. Only here products are chosen again, too:
+    in half precision other ways of computing them may answer otherwise where two tokens tie."""
+    from draftgraph.engine.linear import choose_again
     from draftgraph.tuning import store
     from draftgraph.tuning.prices import SMALLEST, measured_pricing
 
     pricing = measured_pricing(decoder)
+    choose_again(decoder.target_engine.device)
     latencies = pricing.renew(decoder, config)
     cost, file = MeasuredCost(latencies), store.file_of(pricing.key)
     choices = [choice(cost, hit, config) for hit in HITS] if latencies.draft is not None else []
