@@ -13,8 +13,10 @@ import pytest
 import torch
 from cost_tools import FakeClock, at, latencies
 from families import perturbed, target_of
+from test_batch import check_left_behind, run, text_of
 
 from draftgraph import CostModel, GraphConfig, GraphDecoder, hardware
+from draftgraph.batching import Batch
 from draftgraph.cost import HIT, DraftBudget, HitRate, nodes_worth_checking
 from draftgraph.drafting import grow
 from draftgraph.engine.runner import EagerEngine
@@ -268,6 +270,21 @@ def test_the_next_request_measures_again_when_steps_take_longer(
     tokens_of(decoder)
     said = capsys.readouterr().err
     assert measured.count == 2 and said.count("\n") == 1 and "measuring again" in said
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+def test_a_batch_that_was_prepared_measures_nothing_while_somebody_waits(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
+    monkeypatch.setattr("draftgraph.tuning.measure.ROUNDS", 1)
+    batch = Batch(new_decoder(), 4096, texts=2)
+    batch.prepare(GraphConfig())
+    assert "measuring" in capsys.readouterr().err
+    check_left_behind(batch)
+    text = text_of(batch.decoder, [3, 1, 4, 1, 5], {"max_new_tokens": 8}, GraphConfig(), 0)
+    run(batch, [text])
+    assert text.reused == 0 and text.going.pricing.name == "measured" and not capsys.readouterr().err
 
 
 def test_steps_are_charged_for_what_they_did(measured: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import OutOfPages
 from draftgraph.models.cache import notice
 from draftgraph.trace import Step
+from draftgraph.tuning import pricing_of
 
 TEXTS = 64  # continued at a time
 CHUNK = 256  # tokens of prompts, read beside the steps of others
@@ -69,16 +70,29 @@ class Batch:
         return [self.target, *([self.draft] if self.draft else [])]
 
     def prepare(self, config: GraphConfig) -> None:
-        """Records what texts of this configuration will need, where anything is recorded."""
+        """Records and measures what texts of this configuration will need, before anybody waits for it."""
+        with self._loan:
+            with suppress(torch.OutOfMemoryError):  # what is missing is tried again when it is needed
+                self._record(config)
+            self._price(config)
+
+    def _record(self, config: GraphConfig) -> None:
         if not isinstance(self.target, PackedStaticEngine):
             return
         notice(f"recording passes over up to {self.most} texts (about a minute)")
+        self.target.prepare(self.most)
         draft = self.ahead.draft_for(config) if self.ahead is not None else None
-        with self._loan, suppress(torch.OutOfMemoryError):  # what is missing is tried again when it is needed
-            self.target.prepare(self.most)
-            if draft is not None and isinstance(self.draft, PackedStaticEngine):
-                self.draft.prepare_reading(self.most)
-                draft.prepare(self.most)
+        if draft is not None and isinstance(self.draft, PackedStaticEngine):
+            self.draft.prepare_reading(self.most)
+            draft.prepare(self.most)
+
+    def _price(self, config: GraphConfig) -> None:
+        seats = [engine.open() for engine in self.engines]
+        draft = self.ahead.draft_for(config) if self.ahead is not None else None
+        pricing_of(self.decoder.seated(seats[0], seats[1] if self.draft else None, draft), config)
+        for seat in seats:
+            seat.rewind(0)
+            seat.close()
 
     def could_hold(self, tokens: int) -> bool:
         """Whether a text of this length would fit if it were alone."""
