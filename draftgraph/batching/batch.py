@@ -21,6 +21,7 @@ from draftgraph.batching.text import Text
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
 from draftgraph.drafting.batch_program import GraphSeats
+from draftgraph.drafting.device_batch import BatchDraft
 from draftgraph.drafting.model import ModelProposer
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.loan import Loan
@@ -71,24 +72,23 @@ class Batch:
 
     def prepare(self, config: GraphConfig) -> None:
         """Records and measures what texts of this configuration will need, before anybody waits for it."""
+        draft = self.ahead.draft_for(config) if self.ahead is not None else None
         with self._loan:
             with suppress(torch.OutOfMemoryError):  # what is missing is tried again when it is needed
-                self._record(config)
-            self._price(config)
+                self._record(draft)
+            self._price(config, draft)
 
-    def _record(self, config: GraphConfig) -> None:
+    def _record(self, draft: BatchDraft | None) -> None:
         if not isinstance(self.target, PackedStaticEngine):
             return
         notice(f"recording passes over up to {self.most} texts (about a minute)")
         self.target.prepare(self.most)
-        draft = self.ahead.draft_for(config) if self.ahead is not None else None
         if draft is not None and isinstance(self.draft, PackedStaticEngine):
             self.draft.prepare_reading(self.most)
             draft.prepare(self.most)
 
-    def _price(self, config: GraphConfig) -> None:
+    def _price(self, config: GraphConfig, draft: BatchDraft | None) -> None:
         seats = [engine.open() for engine in self.engines]
-        draft = self.ahead.draft_for(config) if self.ahead is not None else None
         pricing_of(self.decoder.seated(seats[0], seats[1] if self.draft else None, draft), config)
         for seat in seats:
             seat.rewind(0)
