@@ -234,6 +234,11 @@ class DraftNoise:
         noise = torch.stack(rows if tokens is None else [row[tokens] for row in rows])
         return (logits.double() + self.temperature * noise).float()
 
+    @property
+    def sampling(self) -> Sampling:
+        """What a device needs to add it by itself."""
+        return Sampling(self.noise.stream_key(self.stream), Warping(self.temperature))
+
     def of(self, tokens: Ints, positions: Ints) -> Floats:
         """The same noise for a few tokens of each row. # [nodes, tokens]"""
         return self.temperature * self.noise.gumbel_of(positions, tokens, self.stream)

@@ -132,20 +132,20 @@ class TokenGraph:
 
     def extend(self, frontier: list[int], scores: Floats, tokens: Ints, probs: Floats, source: Source) -> None:
         """Adds proposed children, `tokens` and `probs` of shape [frontier, k], best first across the frontier."""
+        drafted = source == "draft"
         probs = np.where(tokens == NO_TOKEN, 0.0, probs)
-        weak, improbable = np.zeros_like(probs, dtype=bool), np.zeros_like(probs, dtype=bool)
-        if source == "draft":
-            self.drafted.update(frontier[row] for row in np.flatnonzero(probs.max(axis=1, initial=0.0)))
-            weak, improbable = self.prune(probs)
-        order = np.argsort(-(probs * scores[:, None]).ravel(), kind="stable")
-        rows, ranks = np.unravel_index(order, probs.shape)
-        columns = (tokens, probs, weak, improbable)
-        candidates = zip(rows.tolist(), *(column[rows, ranks].tolist() for column in columns), strict=True)
+        pruned = self.prune(probs) if drafted else (np.zeros(probs.shape, dtype=bool),) * 2
+        columns = (column.tolist() for column in (tokens, probs, *pruned))
+        children = [
+            (score * prob, parent, token, prob, is_weak, is_improbable)
+            for parent, score, *row in zip(frontier, scores.tolist(), *columns, strict=True)
+            for token, prob, is_weak, is_improbable in zip(*row, strict=True)
+            if prob > 0.0
+        ]
+        if drafted:
+            self.drafted.update(child[1] for child in children)
         room = self.max_nodes - (len(self) if self.config.growth == "level" else 0)
-        for row, token, prob, is_weak, is_improbable in candidates:
-            parent = frontier[row]
-            if prob <= 0.0:
-                break
+        for _, parent, token, prob, is_weak, is_improbable in sorted(children, key=lambda child: -child[0]):
             if is_weak and self.config.sibling_pruning == "drop":
                 self.dropped.add((parent, token))
             elif room <= 0:

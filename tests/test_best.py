@@ -52,6 +52,15 @@ def test_impossible_tokens_come_last_and_are_impossible(interpreted: Best) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("columns", [97, 2500, 49152])
+def test_rows_that_are_no_numbers_have_columns_all_the_same(columns: int) -> None:
+    """Triton's interpreter cannot compare what is no number."""
+    tokens, chances = best_tokens(torch.full((2, columns), torch.nan, device="cuda"), 4)
+    assert ((tokens >= 0) & (tokens < columns)).all()
+    assert not (chances > -torch.inf).any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 49152, 16)], ids=str)
 def test_the_kernel_gives_the_same_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from draftgraph.choose import DraftNoise
 from draftgraph.cost import FlatCost
 from draftgraph.drafting import device
 from draftgraph.drafting.device import WIDTH, DeviceDraft
-from draftgraph.drafting.model import DraftVocabulary
+from draftgraph.drafting.model import DraftVocabulary, ModelProposer
 from draftgraph.engine import static
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.graph_attention import NAME
@@ -164,6 +164,49 @@ def test_a_draft_grows_the_likeliest_nodes(name: str, sampled: bool) -> None:
             waiting[row * 4 + rank] = score * chance
 
 
+def proposed_by_levels(place: str, sampled: bool, tokens: list[int] | None, size: int) -> list[Any]:
+    """What a draft proposes at the root and two levels below it, one pass each; new text is read at the root."""
+    model, text = target_of("llama").to(place), tokens_of(12).tolist()
+    if tokens is not None:
+        model.token_map = torch.tensor(tokens)
+    noise = DraftNoise(KeyedNoise(3), 0.8, CHOICE) if sampled else None
+    draft = ModelProposer(StaticEngine(model), DraftVocabulary(model, size), 4, noise)
+    draft.engine.prefill(text[:9])
+    draft.begin(text)
+    graph = TokenGraph(text[-1], GraphConfig(mode="tree", theta_prob=0.0, theta_sib=0.0))
+    said, frontier = [], [ROOT]
+    for _ in range(3):
+        said.append(draft.propose(graph, frontier))
+        graph.extend(frontier, np.ones(len(frontier)), *said[-1], "draft")
+        graph.close(frontier)
+        frontier = graph.frontier(graph.unroll())[0][:5]
+    return said
+
+
+WRITTEN = np.random.default_rng(5).permutation(VOCAB)[:40].tolist()
+
+
+@pytest.mark.parametrize("size", [VOCAB // 2, VOCAB, VOCAB + 9])
+@pytest.mark.parametrize("tokens", [None, WRITTEN])
+@pytest.mark.parametrize("sampled", [False, True])
+@torch.no_grad()
+def test_what_is_recorded_behind_a_pass_is_what_its_logits_say(
+    sampled: bool, tokens: list[int] | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = proposed_by_levels("cpu", sampled, tokens, size)
+    asked: list[int] = []
+    monkeypatch.setattr(StaticEngine, "propose", lambda self, logits, wanted: asked.append(len(logits)))
+    same_proposals(recorded, proposed_by_levels("cpu", sampled, tokens, size))
+    assert asked == ([3, 4, 5] if tokens is None or size >= VOCAB else [])  # else some tokens must be left out
+    assert all((children < size).all() for children, _ in recorded)
+
+
+def same_proposals(some: list[Any], others: list[Any]) -> None:
+    for (tokens, probs), (expected, values) in zip(some, others, strict=True):
+        assert tokens.tolist() == expected.tolist()
+        np.testing.assert_allclose(probs, values, rtol=1e-3)
+
+
 @torch.no_grad()
 def test_nothing_is_drafted_behind_an_end() -> None:
     model, text = target_of("llama"), tokens_of(19).tolist()
@@ -301,6 +344,28 @@ def test_a_captured_draft_grows_the_same_nodes() -> None:
         assert one.tokens[0].tolist() == other.tokens[0].tolist()
         np.testing.assert_allclose(one.probs[0], other.probs[0], rtol=1e-3)
         assert len(set(one.expansion_of) & set(other.expansion_of)) > 0.8 * len(one.expansion_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [None, WRITTEN])
+@pytest.mark.parametrize("sampled", [False, True])
+@torch.no_grad()
+def test_a_captured_pass_proposes_the_same(sampled: bool, tokens: list[int] | None) -> None:
+    same_proposals(*(proposed_by_levels(place, sampled, tokens, VOCAB) for place in ("cpu", "cuda")))
+
+
+@pytest.mark.gpu
+def test_broken_weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft's cost acceptance, not the answer; a target's are named."""
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    target, draft = target_of("llama").cuda(), perturbed(target_of("llama"), 0.1).cuda()
+    plain = GraphDecoder(target).generate(**ASKED, config=GraphConfig(mode="off")).sequences.tolist()
+    draft.lm_head.weight.data.fill_(torch.nan)
+    for config in (GraphConfig(cost=FlatCost()), GraphConfig(mode="graph"), GraphConfig(mode="chain")):
+        assert GraphDecoder(target, draft, config).generate(**ASKED).sequences.tolist() == plain, config.mode
+    target.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(DraftGraphError, match="logits are not finite"):
+        GraphDecoder(target).generate(**ASKED)
 
 
 @pytest.mark.gpu

@@ -21,8 +21,8 @@ from draftgraph.engine.best import best_tokens
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.growth import EVEN, Growth, steps_on
 from draftgraph.engine.runner import common_prefix
-from draftgraph.engine.sampler import Sampling, SamplingData
-from draftgraph.engine.sampling import Warping, perturbed
+from draftgraph.engine.sampler import SamplingData
+from draftgraph.engine.sampling import perturbed
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine, fill
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
 from draftgraph.models.cache import notice
@@ -88,7 +88,7 @@ class Program:
         tell(text, unread, len(self.draft.engine.text), self.draft.engine.capacity)
         self._odds.numpy()[:] = odds
         if noise is not None:
-            self.noise.tell(Sampling(noise.noise.stream_key(noise.stream), Warping(noise.temperature)))
+            self.noise.tell(noise.sampling)
         self._running = [read, *self._levels[: levels - 1]]
         for part in self._running:
             part()
@@ -178,7 +178,7 @@ class DeviceDraft:
         self.readable = vocabulary.readable
         self._vocabulary = vocabulary
         device, size = engine.device, vocabulary.target_size
-        self.written = tokens_written(vocabulary, device)
+        self.written = vocabulary.columns(device)
         self.k = min(k, len(self.written))
         self.is_end = torch.zeros(max(size, int(self.written.max()) + 1), dtype=torch.bool, device=device)
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -273,12 +273,6 @@ class DeviceDraft:
         if key not in self._programs:
             self._programs[key] = Program(self, *key)
         return self._programs[key]
-
-
-def tokens_written(vocabulary: DraftVocabulary, device: torch.device) -> Tensor:
-    """What the columns of the draft's logits stand for."""
-    written = vocabulary.written
-    return (torch.arange(vocabulary.target_size) if written is None else written).to(device)
 
 
 def room_for(levels: int) -> int:

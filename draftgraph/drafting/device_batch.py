@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftgraph.drafting.batch_program import NEW_TOKENS, BatchProgram, GraphSeats
-from draftgraph.drafting.device import WIDTH, tokens_written
+from draftgraph.drafting.device import WIDTH
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.capture import graph_memory
 from draftgraph.engine.growth import EVEN
@@ -38,7 +38,7 @@ class BatchDraft:
     ) -> None:
         self.engine, self.vocabulary, self.width, self.most = engine, vocabulary, width, max(1, levels)
         self.readable = vocabulary.readable
-        self.written = tokens_written(vocabulary, engine.device)
+        self.written = vocabulary.columns(engine.device)
         self.k = min(k, len(self.written))
         self.pages = PAGES
         self.graphs = graph_memory(engine.device)

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.engine.proposals import Wanted
 from draftgraph.engine.runner import Engine, common_prefix
+from draftgraph.engine.sampler import Sampling
 from draftgraph.graph import NO_TOKEN, ROOT, Bools, Floats, Ints, Source, TokenGraph, TokenTree
 
-Perturb = Callable[..., Tensor]  # logits [nodes, tokens], positions of the next tokens; which tokens, of how many
+NOWHERE = np.zeros(0, dtype=np.int64)
 Ancestors = dict[int, Bools]  # graph node -> the scratch slots that it sees, its own last
 Told = Tensor  # logits [nodes, tokens]
 Result = TypeVar("Result")
+
+
+class Perturb(Protocol):
+    """The noise that a draft adds to its logits."""
+
+    def __call__(self, logits: Tensor, positions: Ints, tokens: Tensor | None = None, size: int = 0) -> Tensor:
+        """Of nodes [nodes, tokens] whose next tokens have these positions: of all tokens, or of these of so many."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """What a device needs to add it by itself."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,16 @@ class DraftVocabulary:
         if written is None:
             written = getattr(draft.config, "draftgraph_token_map", None)
         self.written = None if written is None else torch.as_tensor(written, dtype=torch.long)
+        self._columns: Tensor | None = None
+        self._tokens = None if self.written is None else self.written.cpu().numpy()
+        self.largest = target_size - 1 if self._tokens is None else int(self._tokens.max())  # token that it can write
+
+    def columns(self, device: torch.device) -> Tensor:
+        """The tokens that the columns of the draft's logits stand for."""
+        if self._columns is None or self._columns.device != device:
+            written = torch.arange(self.target_size) if self.written is None else self.written
+            self._columns = written.to(device)
+        return self._columns
 
     def to_draft(self, tokens: Ints) -> Ints:
         """Tokens without a row in the draft's embedding are read as its first one."""
@@ -57,26 +80,24 @@ class DraftVocabulary:
     def to_target(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary; what the draft cannot write is impossible. # [nodes, target_size]"""
         if self.written is not None:
-            self.written = self.written.to(logits.device)
-            full = logits.new_full((len(logits), max(self.target_size, int(self.written.max()) + 1)), -torch.inf)
-            logits = full.index_copy_(1, self.written, logits[:, : len(self.written)])
+            full = logits.new_full((len(logits), max(self.target_size, self.largest + 1)), -torch.inf)
+            logits = full.index_copy_(1, self.columns(logits.device), logits[:, : len(self.written)])
         elif logits.shape[1] < self.target_size:
             logits = torch.nn.functional.pad(logits, (0, self.target_size - logits.shape[1]), value=-torch.inf)
         return logits[:, : self.target_size]
 
     def best(
-        self, logits: Tensor, k: int, perturb: Perturb | None = None, positions: Ints | None = None
+        self, logits: Tensor, k: int, perturb: Perturb | None = None, positions: Ints = NOWHERE
     ) -> tuple[Ints, Floats]:
         """The target's tokens that the draft likes best, with the noise of their positions: see `likeliest`."""
-        if self.written is None or int(self.written.max()) >= self.target_size:
+        if self._tokens is None or self.largest >= self.target_size:
             logits = self.to_target(logits).float()
             return likeliest(logits if perturb is None else perturb(logits, positions), k)
-        self.written = self.written.to(logits.device)
-        logits = logits[:, : len(self.written)].float()
+        logits = logits[:, : len(self._tokens)].float()
         if perturb is not None:
-            logits = perturb(logits, positions, self.written, self.target_size)
+            logits = perturb(logits, positions, self.columns(logits.device), self.target_size)
         columns, probs = likeliest(logits, k)
-        tokens: Ints = np.where(columns == NO_TOKEN, NO_TOKEN, self.written.cpu().numpy()[columns])
+        tokens: Ints = np.where(columns == NO_TOKEN, NO_TOKEN, self._tokens[columns])
         return tokens, probs
 
 
@@ -120,12 +141,16 @@ class ModelProposer:
         return answered(self.proposing(graph, frontier))
 
     def proposing(self, graph: TokenGraph, frontier: list[int]) -> Generator[Asked, Told, tuple[Ints, Floats]]:
-        logits = yield from self._fed(graph, frontier)
-        if self.keep_logits:
-            full = self._vocabulary.to_target(logits).float()
-            self.logits.update(zip(frontier, full.clone(), strict=True))
-        positions = len(self._text) + np.array([graph.depths[node] for node in frontier])
-        return self._vocabulary.best(logits, self.k, self.perturb, positions)
+        """The root, if it is among the frontier, is the first."""
+        below = [node for node in frontier if node != ROOT]
+        if ROOT in self._ancestors:
+            return (yield from self._feed(graph, below))
+        tokens, probs = yield from self._feed_root(graph)
+        tokens, probs = tokens[: len(frontier) - len(below)], probs[: len(frontier) - len(below)]
+        if not below:
+            return tokens, probs
+        others = yield from self._feed(graph, below)
+        return np.concatenate([tokens, others[0]]), np.concatenate([probs, others[1]])
 
     def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
         """Keeps what the draft was fed along the accepted path: up to the first leaf, merge or copy."""
@@ -143,25 +168,14 @@ class ModelProposer:
             before = here
         self.engine.commit(slots, self._vocabulary.to_draft(np.array(tokens)).tolist())
 
-    def _fed(self, graph: TokenGraph, frontier: list[int]) -> Generator[Asked, Told, Tensor]:
-        """What the draft says at these nodes; the root, if it is among them, is the first."""
-        if ROOT in self._ancestors:
-            return (yield from self._feed(graph, frontier))
-        at_root = yield from self._feed_root()
-        below = [node for node in frontier if node != ROOT]
-        at_root = at_root[: len(frontier) - len(below)]
-        if not below:
-            return at_root
-        at_root = at_root.clone()
-        return torch.cat([at_root, (yield from self._feed(graph, below))])
-
-    def _feed_root(self) -> Generator[Asked, Told, Tensor]:
+    def _feed_root(self, graph: TokenGraph) -> Generator[Asked, Told, tuple[Ints, Floats]]:
         missing = np.array(self._text[len(self._text) - self._lacking :])
         self._ancestors[ROOT] = np.ones(self._lacking, dtype=bool)
         causal = np.tri(self._lacking, dtype=bool)
-        return (yield self._pass(missing, np.arange(self._lacking), causal))[-1:]
+        logits = yield self._pass(missing, np.arange(self._lacking), causal)
+        return self._children(graph, [ROOT], logits, slice(-1, None))
 
-    def _feed(self, graph: TokenGraph, frontier: list[int]) -> Generator[Asked, Told, Tensor]:
+    def _feed(self, graph: TokenGraph, frontier: list[int]) -> Generator[Asked, Told, tuple[Ints, Floats]]:
         nodes = self._with_unfed_ancestors(graph, frontier)
         first_slot = self.engine.scratch
         visible = np.zeros((len(nodes), first_slot + len(nodes)), dtype=bool)
@@ -169,7 +183,23 @@ class ModelProposer:
         tokens = np.array([graph.tokens[node] for node in nodes])
         depths = self._lacking - 1 + np.array([graph.depths[node] for node in nodes])
         logits = yield self._pass(tokens, depths, visible)
-        return logits if nodes == frontier else logits[[nodes.index(node) for node in frontier]]
+        places = slice(None) if nodes == frontier else [nodes.index(node) for node in frontier]
+        return self._children(graph, frontier, logits, places)
+
+    def _children(
+        self, graph: TokenGraph, nodes: list[int], logits: Tensor, places: slice | list[int]
+    ) -> tuple[Ints, Floats]:
+        """What the draft says at these nodes, which have these places in its last pass."""
+        vocabulary, noise = self._vocabulary, self.perturb
+        if self.keep_logits:
+            full = vocabulary.to_target(logits[places]).float()
+            self.logits.update(zip(nodes, full.clone(), strict=True))
+        if vocabulary.largest < vocabulary.target_size:
+            wanted = Wanted(vocabulary.columns(logits.device), self.k, None if noise is None else noise.sampling)
+            if (said := self.engine.propose(logits, wanted)) is not None:
+                return said[0][places], said[1][places]
+        positions = len(self._text) + np.array([graph.depths[node] for node in nodes])
+        return vocabulary.best(logits[places], self.k, noise, positions)
 
     def _with_unfed_ancestors(self, graph: TokenGraph, frontier: list[int]) -> list[int]:
         """A node may be likely through an alias of it while nothing on its own path was worth drafting."""
@@ -200,5 +230,5 @@ def likeliest(logits: Tensor, k: int) -> tuple[Ints, Floats]:
     """The k most probable tokens and their probabilities, each [nodes, k], best first, padded with NO_TOKEN."""
     best = torch.topk(torch.softmax(logits, dim=-1), min(k, logits.shape[-1]))
     tokens, probs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
-    probs = np.nan_to_num(probs)
-    return np.where(probs > 0, tokens, NO_TOKEN), probs
+    possible = probs > 0  # what is no number is not
+    return np.where(possible, tokens, NO_TOKEN), np.where(possible, probs, 0.0)

@@ -24,7 +24,8 @@ def _search(  # type: ignore[no-untyped-def]
     for rank in range(k):
         value, place = tl.max(score, axis=0, return_indices=True)
         tl.store(values + (row * parts + piece) * k + rank, value)
-        tl.store(places + (row * parts + piece) * k + rank, piece * part + place)
+        # Where a row is no numbers any place may be found, also one behind its end.
+        tl.store(places + (row * parts + piece) * k + rank, tl.minimum(piece * part + place, columns - 1))
         score = tl.where(tl.arange(0, part) == place, -float("inf"), score)
 
 
@@ -44,7 +45,8 @@ def _join(  # type: ignore[no-untyped-def]
     for rank in range(k):
         best, place = tl.max(value, axis=0, return_indices=True)
         tl.store(scores + row * k + rank, best - total)
-        tl.store(tokens + row * k + rank, tl.load(places + row * parts * k + place).to(tl.int64))
+        found_at = tl.minimum(place, parts * k - 1)
+        tl.store(tokens + row * k + rank, tl.load(places + row * parts * k + found_at).to(tl.int64))
         value = tl.where(index == place, -float("inf"), value)
 
 

@@ -20,11 +20,12 @@ from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.packed_attention import NAME, PackedPass, TextPart, slots_of
 from draftgraph.engine.packed_cache import PackedCache, bytes_per_slot
 from draftgraph.engine.pages import PAGE, Pages, pages_for
+from draftgraph.engine.proposals import Wanted
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK
 from draftgraph.engine.sampler import Sampling
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
-from draftgraph.graph import Bools, Ints, TokenTree
+from draftgraph.graph import Bools, Floats, Ints, TokenTree
 from draftgraph.ranking import Ranking
 
 
@@ -258,6 +259,9 @@ class Seat:
         return Ranking.of(logits)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None:
+        return None
+
+    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None:
         return None
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:

@@ -13,9 +13,10 @@ from draftgraph.engine.attention import graph_masks
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import adapters, unwrapped
+from draftgraph.engine.proposals import Wanted
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.sampler import Sampling
-from draftgraph.graph import Bools, Ints, TokenTree
+from draftgraph.graph import Bools, Floats, Ints, TokenTree
 from draftgraph.ranking import Ranking
 
 PREFILL_CHUNK = 2048
@@ -46,6 +47,8 @@ class Engine(Protocol):
     def rank(self, logits: Tensor) -> Ranking: ...
 
     def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None: ...
+
+    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None: ...
 
     def commit(self, slots: list[int], tokens: list[int]) -> None: ...
 
@@ -130,6 +133,10 @@ class EagerEngine:
 
     def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None:
         """The sampled tokens of the last pass; None: they are chosen along the accepted walk alone."""
+        return None
+
+    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None:
+        """The best tokens at the nodes of a draft's last pass; None: they are read from its logits."""
         return None
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:

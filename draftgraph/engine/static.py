@@ -23,6 +23,7 @@ from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.graph_attention import NAME, GraphPass
 from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import fingerprint
+from draftgraph.engine.proposals import NodeProposer, Wanted
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK
 from draftgraph.engine.sampler import NodeSampler, Sampling
@@ -84,6 +85,7 @@ class Pass:
     run: Captured
     ranked: Floats  # of its last run, on the host: see `ranking.packed`
     samplers: dict[int, NodeSampler] = field(default_factory=dict)  # by top-k
+    proposers: dict[tuple[int, bool], NodeProposer] = field(default_factory=dict)  # by k, and whether there is noise
 
 
 class StaticEngine:
@@ -210,6 +212,15 @@ class StaticEngine:
         if top_k not in recorded.samplers:
             recorded.samplers[top_k] = NodeSampler(recorded.run, recorded.data.positions[0], top_k)
         return recorded.samplers[top_k].tokens(sampling)[: len(logits)]
+
+    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None:
+        """The best tokens at the nodes of a draft's last pass, whose logits are these; None as for `sample`."""
+        if len(logits) > self.widest:
+            return None
+        recorded, key = self._last, (wanted.k, wanted.sampling is not None)
+        if key not in recorded.proposers:
+            recorded.proposers[key] = NodeProposer(recorded.run, recorded.data.positions[0], wanted)
+        return recorded.proposers[key].children(len(logits), wanted.sampling)
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
         """Accepted nodes are put in their places by the next pass: it is launched anyway."""
