@@ -224,6 +224,9 @@ class TokenGraph:
                     stack.append(above)
         return start in seen
 
+    def may_grow(self, node: int) -> bool:
+        return self.states[node] is State.OPEN and self.depths[node] < self.max_depth
+
     def close(self, frontier: list[int]) -> None:
         for node in frontier:
             self.states[node] = State.EXPANDED

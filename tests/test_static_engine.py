@@ -141,9 +141,7 @@ def test_a_draft_grows_the_likeliest_nodes(name: str, sampled: bool) -> None:
     draft.levels = levels
     draft.catch_up(text[:9])
     draft.begin(text)
-    graph = TokenGraph(text[-1], GraphConfig(k=4, max_nodes=1000))
-    draft.propose(graph, [ROOT])
-    drafted = draft._nodes
+    drafted = draft.drafted()
     assert drafted is not None and drafted.tokens.shape == (1 + (levels - 1) * WIDTH, 4)
     paths: dict[int, tuple[list[int], float]] = {-1: ([], 1.0)}
     waiting: dict[int, float] = {}
@@ -195,9 +193,9 @@ def test_what_is_recorded_behind_a_pass_is_what_its_logits_say(
 ) -> None:
     recorded = proposed_by_levels("cpu", sampled, tokens, size)
     asked: list[int] = []
-    monkeypatch.setattr(StaticEngine, "propose", lambda self, logits, wanted: asked.append(len(logits)))
+    monkeypatch.setattr(StaticEngine, "proposed", lambda self, logits: asked.append(len(logits)))
     same_proposals(recorded, proposed_by_levels("cpu", sampled, tokens, size))
-    assert asked == ([3, 4, 5] if tokens is None or size >= VOCAB else [])  # else some tokens must be left out
+    assert asked == [3, 4, 5]
     assert all((children < size).all() for children, _ in recorded)
 
 
@@ -212,16 +210,15 @@ def test_nothing_is_drafted_behind_an_end() -> None:
     model, text = target_of("llama"), tokens_of(19).tolist()
     first = drafter(model)
     first.begin(text)
-    first.propose(TokenGraph(text[-1], GraphConfig()), [ROOT])
-    assert first._nodes is not None
-    end = int(first._nodes.tokens[0, 0])
-    assert 0 in first._nodes.expansion_of
+    found = first.drafted()
+    assert found is not None and 0 in found.expansion_of
+    end = int(found.tokens[0, 0])
     stopped = drafter(model, frozenset({end}))
     stopped.begin(text)
-    stopped.propose(TokenGraph(text[-1], GraphConfig()), [ROOT])
-    assert stopped._nodes is not None and int(stopped._nodes.tokens[0, 0]) == end
-    row = stopped._nodes.expansion_of.get(0)
-    assert row is None or not stopped._nodes.probs[row].any()
+    found = stopped.drafted()
+    assert found is not None and int(found.tokens[0, 0]) == end
+    row = found.expansion_of.get(0)
+    assert row is None or not found.probs[row].any()
 
 
 @pytest.mark.parametrize("style", [{}, {"do_sample": True, "temperature": 0.9, "seed": 5, "top_k": 0}])
@@ -242,6 +239,28 @@ def test_the_promise_holds(name: str, style: dict[str, Any], monkeypatch: pytest
 ASKED: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 40}
 
 
+@pytest.mark.parametrize("style", [{}, {"do_sample": True, "temperature": 1.2, "seed": 5, "top_k": 0}])
+def test_a_chain_from_the_device_is_the_one_that_is_grown_level_by_level(
+    style: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ends = target_of("llama"), list(range(0, VOCAB, 5))
+    asked = ASKED | style | {"eos_token_id": ends, "min_new_tokens": 40}
+    drafted = []
+    for engine in ("eager", "static"):
+        monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
+        steps: list[Any] = []
+        decoder = GraphDecoder(model, perturbed(model, 0.3), GraphConfig(mode="chain"), steps.append)
+        decoder.generate(**asked)
+        drafted.append(steps)
+    assert any(1 < len(step.tree) < 6 and step.tree.tokens[-1] in ends for step in drafted[1])
+    for level_by_level, at_once in zip(*drafted, strict=True):
+        assert at_once.tree.tokens.tolist() == level_by_level.tree.tokens.tolist()
+        np.testing.assert_allclose(at_once.tree.scores, level_by_level.tree.scores, rtol=1e-3)
+        np.testing.assert_allclose(at_once.graph.probs, level_by_level.graph.probs, rtol=1e-3)
+        for name in ("tokens", "parents", "depths", "states", "drafted", "sources", "max_depth"):
+            assert getattr(at_once.graph, name) == getattr(level_by_level.graph, name), name
+
+
 def static_decoder(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphDecoder, list[list[int]]]:
     """A pair on static engines, and what plain decoding says."""
     model = target_of("llama")
@@ -256,6 +275,22 @@ def test_texts_are_read_the_same_in_recorded_passes(short: int, monkeypatch: pyt
     decoder, plain = static_decoder(monkeypatch)
     assert isinstance(decoder.target_engine, StaticEngine)
     assert decoder.generate(**ASKED).sequences.tolist() == plain
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_that_break_cost_a_draft_its_acceptance_and_a_target_is_named(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    target, draft = target_of("llama").to(place), perturbed(target_of("llama"), 0.1).to(place)
+    decoder = GraphDecoder(target, draft)
+    plain = decoder.generate(**ASKED, config=GraphConfig(mode="off")).sequences.tolist()
+    draft.lm_head.weight.data.fill_(torch.nan)
+    for config in (GraphConfig(cost=FlatCost()), GraphConfig(mode="graph"), GraphConfig(mode="chain")):
+        assert decoder.generate(**ASKED, config=config).sequences.tolist() == plain, config.mode
+    target.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(DraftGraphError, match="logits are not finite"):
+        decoder.generate(**ASKED)
 
 
 class ShortOfMemory(Captured):
@@ -337,9 +372,9 @@ def test_a_captured_draft_grows_the_same_nodes() -> None:
         draft.catch_up(text[:9])
         for end in (20, 25, 40):
             draft.begin(text[:end])
-            draft.propose(TokenGraph(text[end - 1], GraphConfig()), [ROOT])
-            assert draft._nodes is not None
-            grown.append(draft._nodes)
+            drafted = draft.drafted()
+            assert drafted is not None
+            grown.append(drafted)
     for one, other in zip(grown[:3], grown[3:], strict=True):
         assert one.tokens[0].tolist() == other.tokens[0].tolist()
         np.testing.assert_allclose(one.probs[0], other.probs[0], rtol=1e-3)
@@ -352,20 +387,6 @@ def test_a_captured_draft_grows_the_same_nodes() -> None:
 @torch.no_grad()
 def test_a_captured_pass_proposes_the_same(sampled: bool, tokens: list[int] | None) -> None:
     same_proposals(*(proposed_by_levels(place, sampled, tokens, VOCAB) for place in ("cpu", "cuda")))
-
-
-@pytest.mark.gpu
-def test_broken_weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft's cost acceptance, not the answer; a target's are named."""
-    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
-    target, draft = target_of("llama").cuda(), perturbed(target_of("llama"), 0.1).cuda()
-    plain = GraphDecoder(target).generate(**ASKED, config=GraphConfig(mode="off")).sequences.tolist()
-    draft.lm_head.weight.data.fill_(torch.nan)
-    for config in (GraphConfig(cost=FlatCost()), GraphConfig(mode="graph"), GraphConfig(mode="chain")):
-        assert GraphDecoder(target, draft, config).generate(**ASKED).sequences.tolist() == plain, config.mode
-    target.lm_head.weight.data.fill_(torch.nan)
-    with pytest.raises(DraftGraphError, match="logits are not finite"):
-        GraphDecoder(target).generate(**ASKED)
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.sampler import SamplingData
 from draftgraph.engine.sampling import perturbed
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine, fill
-from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph
+from draftgraph.graph import Floats, Ints
 from draftgraph.models.cache import notice
 
 WIDTH = 8  # nodes that a level expands
@@ -44,20 +44,13 @@ class DraftedNodes:
     def of(cls, report: Floats) -> DraftedNodes:
         """See `Growth.report`."""
         k = report.shape[1] // 2
-        whole = report.astype(np.int64)
-        return cls(whole[:, :k], np.exp(report[:, k : 2 * k]), whole[:, 2 * k].tolist())
+        tokens, nodes = report[:, :k].astype(np.int64), report[:, 2 * k].astype(np.int64)
+        return cls(tokens, np.exp(report[:, k : 2 * k]), nodes.tolist())
 
     @cached_property
     def expansion_of(self) -> dict[int, int]:
         """Drafted node -> its row."""
         return {-1: 0} | {node: row for row, node in enumerate(self.nodes) if node >= 0}
-
-    def child(self, node: int, token: int) -> int | None:
-        row = self.expansion_of.get(node)
-        if row is None:
-            return None
-        found = np.flatnonzero(self.tokens[row] == token)
-        return row * self.tokens.shape[1] + int(found[0]) if len(found) else None
 
 
 class Program:
@@ -164,10 +157,7 @@ def tell(text: PassData, unread: list[int], length: int, capacity: int) -> None:
 
 
 class DeviceDraft:
-    """Proposes what a draft on a static engine has grown: `begin` starts it, the first `propose` waits for it."""
-
-    source: Source = "draft"
-    free = True  # to ask, once it has begun
+    """What a draft on a static engine grows: `begin` starts it, `arriving` and `drafted` wait for it."""
 
     def __init__(self, engine: StaticEngine, vocabulary: DraftVocabulary, k: int, width: int = WIDTH) -> None:
         self.engine, self.width = engine, width
@@ -185,8 +175,6 @@ class DeviceDraft:
         self._started: Program | None = None
         self._slots = engine.slots
         self._gave_up = False  # memory was short
-        self._nodes: DraftedNodes | None = None
-        self._places: dict[int, int] = {}  # graph node -> drafted node
 
     def begin_text(self, ends: frozenset[int]) -> None:
         """For another text: counts from nothing, and drafts nothing behind these tokens."""
@@ -203,7 +191,7 @@ class DeviceDraft:
 
     def begin(self, text: list[int]) -> None:
         """Drafts behind this text, whose end the draft has not read yet."""
-        self._started, self._nodes, self._places = None, None, {ROOT: -1}
+        self._started = None
         if not self.levels or self._gave_up:
             self.levels = 0
             return
@@ -223,40 +211,13 @@ class DeviceDraft:
         self.passes += self.levels
         self.tokens_fed += len(unread) + (self.levels - 1) * self.width
 
-    def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
-        tokens, probs = np.full((len(frontier), self.k), NO_TOKEN), np.zeros((len(frontier), self.k))
-        drafted = self.drafted()
-        if drafted is None:
-            return tokens, probs
-        places = [self._place(graph, node) for node in frontier]
-        expansions = [-1 if place is None else drafted.expansion_of.get(place, -1) for place in places]
-        known = [row for row, expansion in enumerate(expansions) if expansion >= 0]
-        if known:
-            here = np.array([expansions[row] for row in known])
-            tokens[known], probs[known] = drafted.tokens[here], drafted.probs[here]
-        return np.where(probs > 0, tokens, NO_TOKEN), probs
-
     def arriving(self) -> Iterator[Floats]:
         """What was begun, level by level: see `Program.arriving`."""
         return iter(()) if self._started is None else self._started.arriving()
 
     def drafted(self) -> DraftedNodes | None:
         """Waits for what was begun."""
-        if self._nodes is None and self._started is not None:
-            self._nodes = self._started.drafted()
-        return self._nodes
-
-    def _place(self, graph: TokenGraph, node: int) -> int | None:
-        """The drafted node that a graph node stands for."""
-        if node not in self._places:
-            above = self._place(graph, graph.parents[node])
-            found = None
-            if above is not None and self._nodes is not None:
-                found = self._nodes.child(above, graph.tokens[node])
-            if found is None:
-                return None
-            self._places[node] = found
-        return self._places[node]
+        return None if self._started is None else self._started.drafted()
 
     def _give_up(self) -> None:
         """Text and memories still propose."""

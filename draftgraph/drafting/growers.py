@@ -19,7 +19,7 @@ from draftgraph.drafting.pool import Pool, Weighed
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.sheet import Selection, Sheet
 from draftgraph.drafting.suffix import SuffixProposer
-from draftgraph.graph import Floats, TokenGraph, TokenTree
+from draftgraph.graph import Floats, Source, TokenGraph, TokenTree
 
 
 @dataclass
@@ -36,8 +36,7 @@ class Sources:
 
     @property
     def all(self) -> list[Proposer]:
-        asked = self.draft is not None and not isinstance(self.draft, SeatDraft)
-        return [*self.memories, *([self.draft] if asked else [])]  # type: ignore[list-item]
+        return [*self.memories, *([self.draft] if isinstance(self.draft, ModelProposer) else [])]
 
 
 @dataclass
@@ -148,11 +147,8 @@ class LevelGrower:
         """That is decided level by level."""
 
     def draft_ahead(self, text: list[int], depth: int) -> None:
-        draft = self.sources.draft
-        if isinstance(draft, DeviceDraft):
-            draft.levels = min(self.limits.config.levels, depth)
-        if draft is not None:
-            draft.begin(text)
+        if self.sources.draft is not None:
+            self.sources.draft.begin(text)
 
     def remember(self, text: list[int], depth: int) -> None:
         for memory in self.sources.memories:
@@ -180,6 +176,64 @@ class LevelGrower:
     def commit(self, grown: Grown, path: list[int]) -> None:
         if isinstance(self.sources.draft, ModelProposer):
             self.sources.draft.commit(grown.tree, path, grown.graph())
+
+
+@dataclass(frozen=True)
+class GrownChain:
+    tree: TokenTree
+    chances: list[float]  # of each token behind those before it
+    depth: int  # that it might have had
+    limits: Limits
+
+    @classmethod
+    def behind(cls, text: list[int], drafted: list[tuple[int, float]], depth: int, limits: Limits) -> GrownChain:
+        tokens: list[int] = [text[-1]]
+        chances: list[float] = []
+        for token, chance in drafted[:depth]:
+            if chance <= 0.0 or (chances and tokens[-1] in limits.ends):
+                break
+            tokens.append(token)
+            chances.append(chance)
+        places = np.arange(len(tokens))
+        scores: Floats = np.cumprod(np.array([1.0, *chances]))
+        sources: list[Source] = ["root", *(["draft"] * len(chances))]  # type: ignore[list-item]
+        return cls(TokenTree(np.array(tokens), places - 1, places, places, scores, sources), chances, depth, limits)
+
+    def graph(self) -> TokenGraph:
+        tokens, scores = self.tree.tokens, self.tree.scores
+        graph = TokenGraph(int(tokens[0]), self.limits.config, self.depth, self.limits.ends)
+        for node, chance in enumerate(self.chances):
+            child = tokens[node + 1 : node + 2]
+            graph.extend([node], scores[node : node + 1], child[None], np.array([[chance]]), "draft")
+        graph.close([node for node in range(len(graph)) if graph.may_grow(node)])
+        return graph
+
+    def settle(self, visited: list[int], chosen: list[int]) -> None:
+        """Only mode auto learns."""
+
+
+class ChainGrower:
+    """The draft writes one token behind the other on the device."""
+
+    def __init__(self, draft: DeviceDraft, limits: Limits) -> None:
+        self.draft, self.limits = draft, limits
+
+    def plan(self, cost: CostModel) -> None:
+        """All of the chain's length, always."""
+
+    def draft_ahead(self, text: list[int], depth: int) -> None:
+        self.draft.levels = min(self.limits.config.levels, depth)
+        self.draft.begin(text)
+
+    def remember(self, text: list[int], depth: int) -> None: ...
+
+    def grow(self, text: list[int], depth: int, cost: CostModel) -> GrownChain:
+        drafted = self.draft.drafted()
+        best = [] if drafted is None else zip(drafted.tokens[:, 0].tolist(), drafted.probs[:, 0].tolist(), strict=True)
+        return GrownChain.behind(text, list(best), min(depth, self.limits.config.levels), self.limits)
+
+    def commit(self, grown: Grown, path: list[int]) -> None:
+        """Nothing is kept: see `SheetGrower.commit`."""
 
 
 class SheetGrower:
@@ -228,6 +282,8 @@ def grower_for(sources: Sources, limits: Limits) -> Grower:
     draft, copied, recycled = sources.draft, sources.copied, sources.recycled
     if isinstance(draft, DeviceDraft | SeatDraft) and copied is not None and recycled is not None:
         return SheetGrower(draft, Sheet(copied, recycled, limits.calibration, limits.config), limits)
+    if isinstance(draft, DeviceDraft):
+        return ChainGrower(draft, limits)
     if not sources.all:
         return PlainGrower(limits)
     return LevelGrower(sources, limits)

@@ -40,6 +40,7 @@ class Asked:
     tokens: Ints
     depths: Ints
     visible: Bools
+    wanted: Wanted | None
 
 
 def answered(asking: Generator[Asked, Told, Result]) -> Result:
@@ -47,7 +48,7 @@ def answered(asking: Generator[Asked, Told, Result]) -> Result:
     try:
         asked = next(asking)
         while True:
-            asked = asking.send(asked.engine.forward(asked.tokens, asked.depths, asked.visible))
+            asked = asking.send(asked.engine.forward(asked.tokens, asked.depths, asked.visible, asked.wanted))
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
 
@@ -72,6 +73,12 @@ class DraftVocabulary:
             written = torch.arange(self.target_size) if self.written is None else self.written
             self._columns = written.to(device)
         return self._columns
+
+    def wanted(self, k: int, perturb: Perturb | None, device: torch.device) -> Wanted | None:
+        """What an engine is asked for; None where tokens that the target does not have must be left out."""
+        if self.largest >= self.target_size:
+            return None
+        return Wanted(self.columns(device), k, None if perturb is None else perturb.sampling)
 
     def to_draft(self, tokens: Ints) -> Ints:
         """Tokens without a row in the draft's embedding are read as its first one."""
@@ -118,6 +125,7 @@ class ModelProposer:
         self.perturb = perturb
         self._text: list[int] = []
         self._lacking = 0
+        self._wanted: Wanted | None = None
         self._ancestors: Ancestors = {}
 
     def catch_up(self, text: list[int], chunk: int | None = None) -> None:
@@ -134,6 +142,7 @@ class ModelProposer:
     def begin(self, text: list[int]) -> None:
         self._text = text
         self._lacking = len(text) - len(self.engine.text)
+        self._wanted = self._vocabulary.wanted(self.k, self.perturb, self.engine.device)
         self._ancestors.clear()
         self.logits.clear()
 
@@ -190,16 +199,13 @@ class ModelProposer:
         self, graph: TokenGraph, nodes: list[int], logits: Tensor, places: slice | list[int]
     ) -> tuple[Ints, Floats]:
         """What the draft says at these nodes, which have these places in its last pass."""
-        vocabulary, noise = self._vocabulary, self.perturb
         if self.keep_logits:
-            full = vocabulary.to_target(logits[places]).float()
+            full = self._vocabulary.to_target(logits[places]).float()
             self.logits.update(zip(nodes, full.clone(), strict=True))
-        if vocabulary.largest < vocabulary.target_size:
-            wanted = Wanted(vocabulary.columns(logits.device), self.k, None if noise is None else noise.sampling)
-            if (said := self.engine.propose(logits, wanted)) is not None:
-                return said[0][places], said[1][places]
+        if (proposed := self.engine.proposed(logits)) is not None:
+            return proposed[0][places], proposed[1][places]
         positions = len(self._text) + np.array([graph.depths[node] for node in nodes])
-        return vocabulary.best(logits[places], self.k, noise, positions)
+        return self._vocabulary.best(logits[places], self.k, self.perturb, positions)
 
     def _with_unfed_ancestors(self, graph: TokenGraph, frontier: list[int]) -> list[int]:
         """A node may be likely through an alias of it while nothing on its own path was worth drafting."""
@@ -214,7 +220,7 @@ class ModelProposer:
     def _pass(self, tokens: Ints, depths: Ints, visible: Bools) -> Asked:
         self.passes += 1
         self.tokens_fed += len(tokens)
-        return Asked(self.engine, self._vocabulary.to_draft(tokens), depths, visible)
+        return Asked(self.engine, self._vocabulary.to_draft(tokens), depths, visible, self._wanted)
 
 
 def mark_visible(visible: Bools, first_slot: int, graph: TokenGraph, frontier: list[int], seen: Ancestors) -> None:

@@ -249,7 +249,7 @@ class Seat:
             self.engine.run([Part.of_text(self, piece)])
             self.commit(list(range(len(piece))), piece)
 
-    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools, wanted: Wanted | None = None) -> Tensor:
         return self.engine.run([Part(self, tokens, depths, visible)])[0]
 
     def check(self, tree: TokenTree) -> Tensor:
@@ -261,7 +261,7 @@ class Seat:
     def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None:
         return None
 
-    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None:
+    def proposed(self, logits: Tensor) -> tuple[Ints, Floats] | None:
         return None
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:

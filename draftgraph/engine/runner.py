@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None: ...
 
-    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor: ...
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools, wanted: Wanted | None = None) -> Tensor: ...
 
     def check(self, tree: TokenTree) -> Tensor: ...
 
@@ -48,7 +48,7 @@ class Engine(Protocol):
 
     def sample(self, logits: Tensor, sampling: Sampling) -> list[int] | None: ...
 
-    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None: ...
+    def proposed(self, logits: Tensor) -> tuple[Ints, Floats] | None: ...
 
     def commit(self, slots: list[int], tokens: list[int]) -> None: ...
 
@@ -110,9 +110,10 @@ class EagerEngine:
             self._run(piece, range(len(piece)), None, keep=1)
             self.commit(list(range(len(piece))), piece)
 
-    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools, wanted: Wanted | None = None) -> Tensor:
         """Logits [nodes, vocabulary] of nodes `depths` behind the text; row i of `visible` [nodes, scratch after
-        this pass] marks the scratch slots that node i sees, itself among them. All of the text is seen."""
+        this pass] marks the scratch slots that node i sees, itself among them. All of the text is seen. What is
+        `wanted` besides may be had from `proposed`."""
         if (
             self._switch
             and not self.scratch
@@ -135,8 +136,8 @@ class EagerEngine:
         """The sampled tokens of the last pass; None: they are chosen along the accepted walk alone."""
         return None
 
-    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None:
-        """The best tokens at the nodes of a draft's last pass; None: they are read from its logits."""
+    def proposed(self, logits: Tensor) -> tuple[Ints, Floats] | None:
+        """What was wanted of the last pass, whose logits are these; None: it is read from them."""
         return None
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:

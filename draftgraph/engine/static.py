@@ -23,7 +23,7 @@ from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.graph_attention import NAME, GraphPass
 from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.loan import fingerprint
-from draftgraph.engine.proposals import NodeProposer, Wanted
+from draftgraph.engine.proposals import Proposals, Wanted
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK
 from draftgraph.engine.sampler import NodeSampler, Sampling
@@ -79,13 +79,13 @@ class PassData:
 
 @dataclass
 class Pass:
-    """One width of passes, recorded."""
+    """One width of passes, recorded; of its last run the host reads the best tokens, or what a draft proposes."""
 
     data: PassData
     run: Captured
-    ranked: Floats  # of its last run, on the host: see `ranking.packed`
+    ranked: Floats | None  # see `ranking.packed`
+    proposals: Proposals | None
     samplers: dict[int, NodeSampler] = field(default_factory=dict)  # by top-k
-    proposers: dict[tuple[int, bool], NodeProposer] = field(default_factory=dict)  # by k, and whether there is noise
 
 
 class StaticEngine:
@@ -106,7 +106,7 @@ class StaticEngine:
         self._configs = list(configs.values())
         grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
         self._experts = {} if grouped else {"_experts_implementation": "batched_mm"}
-        self._passes: dict[tuple[int, int], Pass] = {}
+        self._passes: dict[tuple[int, int, tuple[int, bool] | None], Pass] = {}  # by width, words and proposals
         self._graphs = graph_memory(self.device)
         self._linears, self._fusions = NarrowLinears(model), Fusions(model)
         self._state = fingerprint(self.model)
@@ -158,7 +158,7 @@ class StaticEngine:
                 self._read(piece)
                 self.text.extend(piece)
 
-    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools, wanted: Wanted | None = None) -> Tensor:
         """Logits [nodes, vocabulary], to be used before the next pass of as many nodes."""
         if len(tokens) > self.widest:
             first = self.widest
@@ -167,31 +167,33 @@ class StaticEngine:
             return torch.cat([scored, self.forward(tokens[first:], depths[first:], visible[first:])])
         bits = np.zeros((len(tokens), WORD * words_for(visible.shape[1])), dtype=bool)
         bits[:, : visible.shape[1]] = visible
-        return self._score(tokens, depths, np.packbits(bits, axis=1, bitorder="little").view("<i8"))
+        return self._score(tokens, depths, np.packbits(bits, axis=1, bitorder="little").view("<i8"), wanted)
 
     def check(self, tree: TokenTree) -> Tensor:
         if len(tree) > self.widest:
             return self.forward(tree.tokens, tree.depths, tree.mask)
         return self._score(tree.tokens, tree.depths, tree.ancestors(words_for(len(tree))))
 
-    def _score(self, tokens: Ints, depths: Ints, ancestors: Ints) -> Tensor:
+    def _score(self, tokens: Ints, depths: Ints, ancestors: Ints, wanted: Wanted | None = None) -> Tensor:
         """Of nodes that one pass can hold; which scratch nodes each sees are bits. # [nodes, words]"""
         length, before = len(self.text), self.scratch
         self.reserve(length + before + len(tokens))
         positions = np.concatenate([self._scratch_positions[:before], length + depths])
         width = next(width for width in WIDTHS if len(tokens) <= width)
-        key = width, ancestors.shape[1]
+        words = ancestors.shape[1]
         try:
-            recorded = self._last = self._passes.get(key) or self._captured(*key)
+            recorded = self._last = self._recorded(width, words, wanted)
         except torch.OutOfMemoryError:
             self._shrink(width)
             bits = np.unpackbits(ancestors.view(np.uint8), axis=1, bitorder="little")
-            return self.forward(tokens, depths, bits[:, : before + len(tokens)].astype(bool))
+            return self.forward(tokens, depths, bits[:, : before + len(tokens)].astype(bool), wanted)
         recorded.run.wait()
         fill(recorded.data, tokens, positions, ancestors, length, before, self.capacity)
         if len(self._moves) > MOVES:
             self._settle()
         hand_over(recorded.data, self._moves, self.capacity)
+        if recorded.proposals is not None and wanted is not None:
+            recorded.proposals.tell(wanted.sampling)
         logits = recorded.run()
         self._moves = []
         self._scratch_positions = positions
@@ -199,7 +201,7 @@ class StaticEngine:
         return logits[: len(tokens)]  # type: ignore[no-any-return]
 
     def rank(self, logits: Tensor) -> Ranking:
-        if len(logits) > self.widest:
+        if len(logits) > self.widest or self._last.ranked is None:
             return Ranking.of(logits)
         self._last.run.wait()
         return Ranking.read(self._last.ranked[: len(logits)])
@@ -213,14 +215,12 @@ class StaticEngine:
             recorded.samplers[top_k] = NodeSampler(recorded.run, recorded.data.positions[0], top_k)
         return recorded.samplers[top_k].tokens(sampling)[: len(logits)]
 
-    def propose(self, logits: Tensor, wanted: Wanted) -> tuple[Ints, Floats] | None:
-        """The best tokens at the nodes of a draft's last pass, whose logits are these; None as for `sample`."""
-        if len(logits) > self.widest:
+    def proposed(self, logits: Tensor) -> tuple[Ints, Floats] | None:
+        """What was wanted of the last pass, whose logits are these; None where it was made in parts."""
+        if len(logits) > self.widest or self._last.proposals is None:
             return None
-        recorded, key = self._last, (wanted.k, wanted.sampling is not None)
-        if key not in recorded.proposers:
-            recorded.proposers[key] = NodeProposer(recorded.run, recorded.data.positions[0], wanted)
-        return recorded.proposers[key].children(len(logits), wanted.sampling)
+        self._last.run.wait()
+        return self._last.proposals.read(len(logits))
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
         """Accepted nodes are put in their places by the next pass: it is launched anyway."""
@@ -280,7 +280,13 @@ class StaticEngine:
             self.forward(np.array(piece), np.arange(count), np.tri(count, dtype=bool))
             self.commit(list(range(count)), piece)
 
-    def _captured(self, width: int, words: int) -> Pass:
+    def _recorded(self, width: int, words: int, wanted: Wanted | None) -> Pass:
+        key = width, words, None if wanted is None else wanted.kind
+        if key not in self._passes:
+            self._passes[key] = self._captured(width, words, wanted)
+        return self._passes[key]
+
+    def _captured(self, width: int, words: int, wanted: Wanted | None) -> Pass:
         data = PassData(width, words, self.device)
         data.host["ancestors"][:] = 1
         data.host["slots"][:] = np.arange(
@@ -288,16 +294,20 @@ class StaticEngine:
         )  # recording must not write over the text
         hand_over(data, [], self.capacity)
         ranked = host_memory((width, 2, min(KEPT, self._columns)), torch.float64, self.device)
+        proposals = None if wanted is None else Proposals(width, self._columns, wanted, self.device)
 
         def compute() -> Tensor:
             data.arrive()
             self.slots.move(*data.moves)
             logits = self.graph_pass(data.tokens, data.positions, data.slots, data.graph)
-            ranked.copy_(packed(logits), non_blocking=True)
+            if proposals is None:
+                ranked.copy_(packed(logits), non_blocking=True)
+            else:
+                proposals.compute(logits, data.positions[0])
             return logits
 
-        self._passes[width, words] = Pass(data, Captured(compute, self.device, self._graphs), ranked.numpy())
-        return self._passes[width, words]
+        run = Captured(compute, self.device, self._graphs)
+        return Pass(data, run, None if proposals is not None else ranked.numpy(), proposals)
 
     def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, graph: GraphPass) -> Tensor:
         """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured."""

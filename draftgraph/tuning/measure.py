@@ -128,7 +128,7 @@ class Levels(Passes):
         text = self.engine.text.copy()
         start = self.clock()
         self.draft.begin([*text, *self._tokens(1).tolist()])
-        self.draft.propose(TokenGraph(0, GraphConfig()), [ROOT])  # waits for the device
+        self.draft.drafted()  # waits for the device
         taken = self.clock() - start
         self.engine.rewind(len(text))
         return taken / self.draft.levels

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftgraph.bench.structures import mode_named
 from draftgraph.engine.loan import Loan
+from draftgraph.engine.proposals import Wanted
 from draftgraph.engine.runner import Engine
 from draftgraph.graph import Bools, Ints, TokenTree
 
@@ -30,8 +31,8 @@ def wrong_masks(engine: Engine, share: float, seed: int = 0) -> Iterator[None]:
     """While entered, this share of the nodes of a pass also see a node that is no ancestor of theirs."""
     random, forward = np.random.default_rng(seed), engine.forward
 
-    def wrong_forward(tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
-        return forward(tokens, depths, with_strangers(visible, share, random))
+    def wrong_forward(tokens: Ints, depths: Ints, visible: Bools, wanted: Wanted | None = None) -> Tensor:
+        return forward(tokens, depths, with_strangers(visible, share, random), wanted)
 
     def wrong_check(tree: TokenTree) -> Tensor:
         return wrong_forward(tree.tokens, tree.depths, tree.mask)
