@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.best import best_tokens
 from draftgraph.engine.capture import Captured, host_memory
 from draftgraph.engine.growth import Growth, Shared, steps_on
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_graph import PackedData
+from draftgraph.engine.proposals import best_words
 from draftgraph.engine.row_data import Row, RowData
-from draftgraph.engine.sampling import perturbed
 from draftgraph.graph import Floats
 
 NEW_TOKENS = 32  # of one text, read at the root's level; more are read before
@@ -147,11 +146,9 @@ class BatchProgram:
 
     def _propose(self, first: int, logits: Tensor, scores: Tensor, positions: Tensor) -> None:
         """The children of every text's expansions from `first` on, whose next tokens have these positions."""
-        tokens, told = self.draft.written, self.data.device
-        logits = logits[:, : len(tokens)]
-        if self.sampled:
-            logits = perturbed(logits, told["keys"], positions, tokens, told["temperatures"])
-        best, chances = best_tokens(logits, self.growth.k)
-        self.steps.note(self.growth, first, scores, tokens[best], chances, None)
+        told = self.data.device
+        noise = (told["keys"], told["temperatures"]) if self.sampled else None
+        tokens, chances = best_words(logits, self.draft.written, self.growth.k, positions, noise)
+        self.steps.note(self.growth, first, scores, tokens, chances, None)
         here = slice(first, first + len(logits) // self.texts)
         self._report[here].copy_(self.growth.report[here], non_blocking=True)

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from draftgraph.compiled.passes import WORD
 from draftgraph.drafting.model import DraftVocabulary
-from draftgraph.engine.best import best_tokens
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.growth import EVEN, Growth, steps_on
+from draftgraph.engine.proposals import best_words
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.sampler import SamplingData
-from draftgraph.engine.sampling import perturbed
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine, fill
 from draftgraph.graph import Floats, Ints
 from draftgraph.models.cache import notice
@@ -139,12 +138,9 @@ class Program:
 
     def _propose(self, first: int, logits: Tensor, scores: Tensor, positions: Tensor) -> None:
         """The children of the expansions from `first` on, whose next tokens have these positions."""
-        tokens = self.draft.written
-        logits = logits[:, : len(tokens)]
-        if self.sampled:
-            logits = perturbed(logits, self.noise.key, positions, tokens, self.noise.temperature)
-        best, chances = best_tokens(logits, self.growth.k)
-        self.steps.note(self.growth, first, scores, tokens[best], chances, self.draft.is_end)
+        noise = (self.noise.key, self.noise.temperature) if self.sampled else None
+        tokens, chances = best_words(logits, self.draft.written, self.growth.k, positions, noise)
+        self.steps.note(self.growth, first, scores, tokens, chances, self.draft.is_end)
         here = slice(first, first + len(logits))
         self._report[here].copy_(self.growth.report[here], non_blocking=True)
 
@@ -170,7 +166,7 @@ class DeviceDraft:
         device, size = engine.device, vocabulary.target_size
         self.written = vocabulary.columns(device)
         self.k = min(k, len(self.written))
-        self.is_end = torch.zeros(max(size, int(self.written.max()) + 1), dtype=torch.bool, device=device)
+        self.is_end = torch.zeros(max(size, vocabulary.largest + 1), dtype=torch.bool, device=device)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._started: Program | None = None
         self._slots = engine.slots

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.proposals import Wanted
+from draftgraph.engine.proposals import Wanted, possible
 from draftgraph.engine.runner import Engine, common_prefix
 from draftgraph.engine.sampler import Sampling
 from draftgraph.graph import NO_TOKEN, ROOT, Bools, Floats, Ints, Source, TokenGraph, TokenTree
@@ -236,5 +236,4 @@ def likeliest(logits: Tensor, k: int) -> tuple[Ints, Floats]:
     """The k most probable tokens and their probabilities, each [nodes, k], best first, padded with NO_TOKEN."""
     best = torch.topk(torch.softmax(logits, dim=-1), min(k, logits.shape[-1]))
     tokens, probs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
-    possible = probs > 0  # what is no number is not
-    return np.where(possible, tokens, NO_TOKEN), np.where(possible, probs, 0.0)
+    return possible(tokens, probs)

@@ -29,13 +29,31 @@ class Wanted:
         return self.k, self.sampling is not None
 
 
+def best_words(
+    logits: Tensor, tokens: Tensor, k: int, positions: Tensor, noise: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """The k best of the tokens that columns stand for and their log-probabilities, best first; with noise of this key
+    and temperature at these positions, if any. # [rows, k] each"""
+    logits, tokens = logits[:, : len(tokens)], tokens[: logits.shape[1]]
+    if noise is not None:
+        logits = perturbed(logits, noise[0], positions, tokens, noise[1])
+    best, chances = best_tokens(logits, k)
+    return tokens[best], chances
+
+
+def possible(tokens: Ints, probs: Floats) -> tuple[Ints, Floats]:
+    """The same, with NO_TOKEN and 0 where a probability is none, or no number."""
+    likely = probs > 0
+    return np.where(likely, tokens, NO_TOKEN), np.where(likely, probs, 0.0)
+
+
 class Proposals:
     """Those of one recorded pass."""
 
     def __init__(self, nodes: int, columns: int, wanted: Wanted, device: torch.device) -> None:
         self._noise = None if wanted.sampling is None else SamplingData(device)
-        self._tokens = wanted.tokens[:columns]
-        self._report = host_memory((nodes, 2, min(wanted.k, len(self._tokens))), torch.float64, device)
+        self._tokens = wanted.tokens
+        self._report = host_memory((nodes, 2, min(wanted.k, len(wanted.tokens), columns)), torch.float64, device)
 
     def tell(self, sampling: Sampling | None) -> None:
         if self._noise is not None and sampling is not None:
@@ -43,16 +61,14 @@ class Proposals:
 
     def compute(self, logits: Tensor, positions: Tensor) -> None:
         """At nodes of these positions: the noise is that of the next ones. # [nodes, columns], [nodes]"""
-        logits = logits[:, : len(self._tokens)]
+        noise = None
         if self._noise is not None:
             self._noise.arrive()
-            logits = perturbed(logits, self._noise.key, positions + 1, self._tokens, self._noise.temperature)
-        best, chances = best_tokens(logits, self._report.shape[2])
-        self._report.copy_(torch.stack([self._tokens[best].double(), chances.double()], dim=1), non_blocking=True)
+            noise = self._noise.key, self._noise.temperature
+        tokens, chances = best_words(logits, self._tokens, self._report.shape[2], positions + 1, noise)
+        self._report.copy_(torch.stack([tokens.double(), chances.double()], dim=1), non_blocking=True)
 
     def read(self, nodes: int) -> tuple[Ints, Floats]:
         """Tokens and probabilities at the first so many, best first, once the pass is done. # [nodes, k] each"""
         report: Floats = self._report.numpy()[:nodes]
-        probs = np.exp(report[:, 1])
-        possible = probs > 0  # what is no number is not
-        return np.where(possible, report[:, 0], NO_TOKEN).astype(np.int64), np.where(possible, probs, 0.0)
+        return possible(report[:, 0].astype(np.int64), np.exp(report[:, 1]))

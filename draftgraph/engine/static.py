@@ -293,21 +293,24 @@ class StaticEngine:
             self.capacity - width, self.capacity
         )  # recording must not write over the text
         hand_over(data, [], self.capacity)
-        ranked = host_memory((width, 2, min(KEPT, self._columns)), torch.float64, self.device)
-        proposals = None if wanted is None else Proposals(width, self._columns, wanted, self.device)
+        ranked, proposals = None, None
+        if wanted is None:
+            ranked = host_memory((width, 2, min(KEPT, self._columns)), torch.float64, self.device)
+        else:
+            proposals = Proposals(width, self._columns, wanted, self.device)
 
         def compute() -> Tensor:
             data.arrive()
             self.slots.move(*data.moves)
             logits = self.graph_pass(data.tokens, data.positions, data.slots, data.graph)
-            if proposals is None:
+            if ranked is not None:
                 ranked.copy_(packed(logits), non_blocking=True)
-            else:
+            if proposals is not None:
                 proposals.compute(logits, data.positions[0])
             return logits
 
         run = Captured(compute, self.device, self._graphs)
-        return Pass(data, run, None if proposals is not None else ranked.numpy(), proposals)
+        return Pass(data, run, None if ranked is None else ranked.numpy(), proposals)
 
     def graph_pass(self, tokens: Tensor, positions: Tensor, slots: Tensor, graph: GraphPass) -> Tensor:
         """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured."""
