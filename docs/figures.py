@@ -30,12 +30,14 @@ HEADER = [*TASKS.values(), "all (95% interval)"]
 # Rows of the GPU table: the folder, the mode, what it is called, and whether it is what the table is about.
 GPU_ROWS = (
     ("h200-135m", "auto", "**the default model itself**, `auto`", True),
-    ("h200-135m", "chain-4", "`chain` of 4", False),
+    ("h200-135m", "chain-4", "`chain` of 4, the best chain", False),
+    ("h200-135m", "graph", "`graph`, the paper's setting", False),
     ("h200-7b", "auto", "**7B-cost, inflated**, `auto`", True),
     ("h200-7b", "chain-6", "7B-cost, inflated, `chain` of 6, the best chain", False),
     ("h200-7b", "graph", "7B-cost, inflated, `graph`, the paper's setting", False),
     ("h200-7b", "tree", "7B-cost, inflated, `tree`, the paper's setting", False),
     ("h200-7b-sampled", "auto", "7B-cost, inflated, `auto`, temperature 0.7, top-p 0.95", True),
+    ("h200-7b-sampled", "graph", "the same, `graph`, the paper's setting", False),
     ("h200-13b", "auto", "**13B-cost, inflated**, `auto`", True),
     ("h200-70b", "auto", "**70B-cost, inflated**, `auto`", True),
 )
