@@ -70,7 +70,7 @@ def publish_load(source: Path, place: Path) -> None:
 def page_of_all() -> str:
     names = ("report.json", "paper.json")
     places = sorted({file.parent for name in names for file in RESULTS.glob(f"*/{name}")})
-    return page([read(place).to_part() for place in places])
+    return page([read(place).to_part().named(place.name) for place in places])
 
 
 if __name__ == "__main__":

@@ -219,7 +219,9 @@ def test_several_folders_make_one_page(run: Runner, measured: Path, tmp_path: Pa
     refused(run("bench", "report", measured, measured), "name it, as in --out report.html")
     refused(run("bench", "report", measured, "--out", tmp_path / "all.txt"), "must end in .html")
     done = run("bench", "report", measured, measured, "--out", out, "--json")
-    assert done.status == 0 and out.read_text().count("<article") == 2
+    document = out.read_text()
+    assert done.status == 0 and document.count("<article") == 2
+    assert f'<a href="#part-2">{measured.name}</a> ' in document, "folders are told apart by their names"
     assert out.with_suffix(".md").read_text().count("# Speed of") == 2
 
 

@@ -17,6 +17,7 @@ from draftgraph.cli.terminal import stderr_console, write_json
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
+    from draftgraph.bench.page import Part
     from draftgraph.bench.paper.report import PaperReport
 
 REPORT_OPTIONS = ("json", "config", "debug")
@@ -38,7 +39,8 @@ def report(folders: Folders, settings: Settings, out: Out = None) -> None:
         except OSError as error:
             complain(f"the report is not written to {place}: {error.strerror or error}")
     if out is not None:
-        write_page(found, Path(out).expanduser())
+        parts = [one.to_part().named(place.resolve().name) for place, one in zip(places, found, strict=True)]
+        write_page(parts, "\n".join(one.to_markdown() for one in found), Path(out).expanduser())
     if settings.json:
         write_json([one.to_dict() for one in found] if len(found) > 1 else found[0].to_dict())
         return
@@ -59,12 +61,11 @@ def read(folder: Path) -> SpeedReport | PaperReport:
     return SpeedReport.of(read_records(folder))
 
 
-def write_page(found: list[SpeedReport | PaperReport], file: Path) -> None:
+def write_page(parts: list[Part], markdown: str, file: Path) -> None:
     from draftgraph.bench.page import page
     from draftgraph.models.cache import replacing
 
-    documents = {file: page([one.to_part() for one in found])}
-    documents[file.with_suffix(".md")] = "\n".join(one.to_markdown() for one in found)
+    documents = {file: page(parts), file.with_suffix(".md"): markdown}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         for place, content in documents.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
@@ -40,6 +40,10 @@ class Part:
     sections: Sequence[Section]
     verdicts: Sequence[tuple[str, str, str]] = field(default=())  # kind, signature, line
     footnote: str = ""
+    name: str = ""  # of the folder: what tells it from others of the same models
+
+    def named(self, name: str) -> Part:
+        return replace(self, name=name)
 
 
 def page(parts: Sequence[Part]) -> str:
