@@ -97,6 +97,9 @@ def test_low_acceptance_names_its_reason() -> None:
     assert low.verdict == "look" and "lower theta_sib" in low.line
     pruned, *_ = diagnoses(speed_report(drafting("auto", 10.0, missed={"theta_sib": 3, "theta_prob": 1})))
     assert pruned.verdict == "look", "pruning took most of what was missed"
+    fixed, *_ = diagnoses(speed_report(drafting("graph", 10.0, missed={"budget": 3})))
+    sized, *_ = diagnoses(speed_report(drafting("auto", 10.0, missed={"budget": 3})))
+    assert "raise max_nodes" in fixed.line and "max_nodes" not in sized.line, "auto chooses its budget itself"
     nothing, *_ = diagnoses(speed_report(drafting("auto", 10.0, 0)))
     assert nothing.verdict == "look" and "No drafted token was accepted" in nothing.line
 

@@ -19,6 +19,7 @@ REMEDIES = {
     "budget": "the budget of nodes or levels ended before the token: raise max_nodes or max_depth",
     "not drafted": "nothing had been proposed there: a draft model helps",
 }
+SIZED = "the token was not worth its place at the measured prices: a cheaper pass or a better draft helps"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def most_missed(mode: ModeFigures) -> Iterator[str]:
     """The reason behind most of the tokens that were not foreseen, and what helps."""
     if mode.missed:
         reason, share = max(mode.missed.items(), key=lambda pair: pair[1])
-        yield f"in {share:.0%} of its misses {REMEDIES[reason]}"
+        chooses_budget = reason == "budget" and mode.mode == "auto"
+        yield f"in {share:.0%} of its misses {SIZED if chooses_budget else REMEDIES[reason]}"
 
 
 def prunes(mode: ModeFigures) -> bool:
