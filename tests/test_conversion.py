@@ -14,8 +14,8 @@ from tiny_models import TEMPLATE, byte_level_tokens, logits, one_line_of, start_
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftgraph.errors import LoadError
+from draftgraph.files import sha256_of
 from draftgraph.models import convert, load_model
-from draftgraph.models.cache import sha256_of
 from draftgraph.models.gguf_file import ends_of_turn
 
 

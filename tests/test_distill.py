@@ -29,9 +29,9 @@ import draftgraph
 from draftgraph import GraphConfig
 from draftgraph.bench.answers import loops
 from draftgraph.distillation import Distilled, Recipe, distill
-from draftgraph.distillation.folders import LOCK
 from draftgraph.distillation.progress import Reporter
 from draftgraph.distillation.sampler import Sampler
+from draftgraph.files import LOCK
 
 VOCAB = len(bpe_tokenizer(["the cat sat on the mat"] * 4, 280))
 SMALL: dict[str, Any] = {

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from draftgraph.errors import DraftGraphError, LoadError, UsageError
+from draftgraph.files import sha256_of
 from draftgraph.models import check_same_tokens, default, load_model
-from draftgraph.models.cache import sha256_of
 
 
 @pytest.fixture(autouse=True)

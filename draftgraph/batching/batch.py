@@ -28,7 +28,7 @@ from draftgraph.engine.loan import Loan
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import OutOfPages
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 from draftgraph.trace import Step
 from draftgraph.tuning import pricing_of
 

@@ -28,7 +28,7 @@ from draftgraph.engine.selfcheck import (
 )
 from draftgraph.generation import context_window
 from draftgraph.graph import Bools, Ints
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 
 SHARE = 0.5  # of the memory that is free: what keys and values may take
 TEXT = {"cpu": 512, "cuda": 4096}  # tokens that a pool has room for, for every text at a time: more than most have

@@ -19,10 +19,10 @@ from draftgraph.distillation.sampler import Sampler
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.fields import setting
+from draftgraph.files import cache_dir
 from draftgraph.generation import context_window
-from draftgraph.models.cache import cache_dir
-from draftgraph.models.progress import Report
 from draftgraph.noise import KeyedNoise
+from draftgraph.notices import Report
 
 if TYPE_CHECKING:
     from draftgraph.decoder import GraphDecoder

@@ -13,7 +13,7 @@ from draftgraph.bench.structures import STRUCTURES
 from draftgraph.config import GraphConfig
 from draftgraph.engine.loan import unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.models.progress import progress_bar
+from draftgraph.notices import progress_bar
 from draftgraph.pair import Pair
 from draftgraph.stats import Stats
 from draftgraph.text import encode

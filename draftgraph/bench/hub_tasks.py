@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from draftgraph.bench.task_prompts import TaskPrompt, text_or_none
-from draftgraph.errors import UsageError
-from draftgraph.models.cache import offline
-from draftgraph.models.faults import one_line
+from draftgraph.errors import UsageError, one_line
+from draftgraph.files import offline
 
 Row = Mapping[str, Any]
 TAG = re.compile(r"^\s*\[[^\]]{1,6}\]")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.models.progress import progress_bar
 from draftgraph.models.student import is_plain, spread
+from draftgraph.notices import progress_bar
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

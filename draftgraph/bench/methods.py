@@ -11,8 +11,7 @@ from typing import Protocol
 
 from draftgraph.bench.runs import Record
 from draftgraph.bench.stopwatch import Stopwatch
-from draftgraph.errors import DraftGraphError
-from draftgraph.models.faults import one_line
+from draftgraph.errors import DraftGraphError, one_line
 from draftgraph.text import encode
 
 

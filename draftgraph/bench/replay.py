@@ -24,8 +24,8 @@ from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.errors import UnsupportedModelError, UsageError
 from draftgraph.graph import Bools, Floats, Ints
-from draftgraph.models.progress import Report
 from draftgraph.noise import CHOICE, KeyedNoise
+from draftgraph.notices import Report
 from draftgraph.stats import Stats
 
 SEVERAL = 4  # best tokens of the draft, in the second figure of agreement

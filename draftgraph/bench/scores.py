@@ -12,7 +12,7 @@ from typing import Any
 from draftgraph.bench.report import Table
 from draftgraph.bench.runs import Record
 from draftgraph.errors import UsageError
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 from draftgraph.text import decode
 
 EXPLANATION = (

@@ -29,12 +29,11 @@ from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import HF_METHODS, MODES, PEERS, mode_named
 from draftgraph.bench.vllm_methods import Vllm
 from draftgraph.config import GraphConfig
-from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
+from draftgraph.files import claimed, held_alone
 from draftgraph.hardware import device_name
-from draftgraph.models.cache import notice
-from draftgraph.models.progress import progress_bar
 from draftgraph.models.student import is_plain
+from draftgraph.notices import notice, progress_bar
 from draftgraph.pair import Pair
 from draftgraph.profile import FIELDS
 from draftgraph.text import encode

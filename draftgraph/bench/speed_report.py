@@ -15,7 +15,7 @@ from draftgraph.bench.gaps import Rescored
 from draftgraph.bench.intervals import Speed, geometric_mean, noise_of
 from draftgraph.bench.runs import PLAIN, Place, Record, can_be_rescored, last_session, of_kind
 from draftgraph.bench.scores import TaskScore, scores_of
-from draftgraph.models.cache import replacing
+from draftgraph.files import replacing
 from draftgraph.stats import SOURCES
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def read(folder: Path) -> SpeedReport | PaperReport:
 
 def write_page(parts: list[Part], markdown: str, file: Path) -> None:
     from draftgraph.bench.page import page
-    from draftgraph.models.cache import replacing
+    from draftgraph.files import replacing
 
     documents = {file: page(parts), file.with_suffix(".md"): markdown}
     try:

@@ -103,7 +103,7 @@ def devices() -> dict[str, str]:
 
 
 def cached_files() -> dict[str, str]:
-    from draftgraph.models.cache import cache_dir
+    from draftgraph.files import cache_dir
     from draftgraph.models.convert import fault_of, folder_for
     from draftgraph.models.default import GGUF, SHA256, WHEEL, installed_gguf, kept_gguf
 
@@ -125,7 +125,7 @@ def cached_files() -> dict[str, str]:
 
 
 def writable_cache() -> str:
-    from draftgraph.models.cache import cache_dir
+    from draftgraph.files import cache_dir
 
     folder = cache_dir()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())

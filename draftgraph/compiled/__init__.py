@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numba
 
-from draftgraph.models.cache import cache_dir, notice
+from draftgraph.files import cache_dir
+from draftgraph.notices import notice
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

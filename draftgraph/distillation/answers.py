@@ -15,9 +15,9 @@ from draftgraph.distillation.prompts import Prompt
 from draftgraph.distillation.recipe import digest
 from draftgraph.distillation.sampler import Report, Sampler
 from draftgraph.distillation.texts import Text
-from draftgraph.errors import UsageError
-from draftgraph.models.cache import notice, replacing
-from draftgraph.models.faults import one_line, writing
+from draftgraph.errors import UsageError, one_line
+from draftgraph.files import replacing, writing
+from draftgraph.notices import notice
 
 SHARD_ROWS = 4096
 MARKED_NUMBERS = 16  # of each weight of the target

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from draftgraph.distillation.recipe import OF_TEXTS
-from draftgraph.errors import UsageError
-from draftgraph.models.cache import replacing
+from draftgraph.errors import UsageError, one_line
+from draftgraph.files import replacing, writing
 from draftgraph.models.draft_folder import ELSEWHERE
-from draftgraph.models.faults import one_line, writing
 
 TARGET, RECIPE, ANSWERS = "target", "recipe", "set of answers"
 MadeOf = dict[str, str]  # what must be the same for a training to go on, under these names

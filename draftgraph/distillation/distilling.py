@@ -9,12 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftgraph.distillation.folders import claimed, held_alone, refuse_other_content
 from draftgraph.distillation.progress import Reporter
 from draftgraph.distillation.recipe import Recipe
 from draftgraph.errors import UsageError
+from draftgraph.files import LOCK, cache_dir, claimed, held_alone
 from draftgraph.models import load_model
-from draftgraph.models.cache import cache_dir
 
 if TYPE_CHECKING:
     from draftgraph.distillation.making import Distilled
@@ -71,6 +70,19 @@ def distill(
                 export=export,
                 checkpoint_seconds=checkpoint_seconds,
             )
+
+
+def refuse_other_content(folder: Path) -> None:
+    """What is there must be a draft, or a training on its way: everything else is somebody's."""
+    if (folder / "config.json").exists():
+        from draftgraph.models.draft_folder import is_draft_folder
+
+        if not is_draft_folder(folder):
+            raise UsageError(f"--out {folder} holds a model that is no draft: name another folder")
+    found = folder.iterdir() if folder.is_dir() else ()
+    names = {file.name for file in found if file.suffix != ".partial" and file.name != LOCK}
+    if names and not names & {"checkpoint.safetensors", "config.json", "training.json"}:
+        raise UsageError(f"--out {folder} holds other files ({min(names)}): name a new or an empty folder")
 
 
 def named(target: Any) -> str:

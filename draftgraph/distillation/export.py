@@ -16,10 +16,9 @@ from draftgraph.distillation.checkpoint import Checkpoint
 from draftgraph.distillation.progress import clock
 from draftgraph.distillation.score import Scores
 from draftgraph.distillation.texts import Text
-from draftgraph.errors import UsageError
-from draftgraph.models.cache import replacing
+from draftgraph.errors import UsageError, one_line
+from draftgraph.files import replacing, writing
 from draftgraph.models.draft_folder import ELSEWHERE, name_of
-from draftgraph.models.faults import one_line, writing
 from draftgraph.models.progress import quiet_transformers
 from draftgraph.models.student import own_weights, student_config, text_config
 

@@ -13,8 +13,7 @@ from typing import Any
 from draftgraph.distillation.functions import python_prompts
 from draftgraph.distillation.passages import characters_per_token, requests_about
 from draftgraph.distillation.prompt import Prompt
-from draftgraph.errors import UsageError
-from draftgraph.models.faults import one_line
+from draftgraph.errors import UsageError, one_line
 
 __all__ = ["Prompt", "read_prompts"]
 

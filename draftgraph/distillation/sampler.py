@@ -18,7 +18,7 @@ from draftgraph.engine.attention import graph_masks, layer_kinds
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.selfcheck import checked_engine
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 
 Report = Callable[[float], None]
 Noise = Callable[[int, int], Tensor]  # row, position of the token being chosen -> Gumbel noise [vocabulary]

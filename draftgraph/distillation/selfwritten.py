@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from draftgraph.distillation.prompt import Prompt
-from draftgraph.errors import UsageError
-from draftgraph.models.faults import one_line
-from draftgraph.models.progress import Report
+from draftgraph.errors import UsageError, one_line
+from draftgraph.notices import Report
 from draftgraph.text import HALF_A_CHARACTER
 
 SELF = "self"

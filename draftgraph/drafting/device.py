@@ -24,7 +24,7 @@ from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.sampler import SamplingData
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine, fill
 from draftgraph.graph import Floats, Ints
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 
 WIDTH = 8  # nodes that a level expands
 LEVELS = 16  # that a program is made for, at least

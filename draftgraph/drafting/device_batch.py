@@ -22,8 +22,8 @@ from draftgraph.engine.pages import OutOfPages, pages_for
 from draftgraph.engine.row_data import Row, ends_of
 from draftgraph.engine.runner import common_prefix
 from draftgraph.graph import Floats, Source
-from draftgraph.models.cache import notice
 from draftgraph.noise import signed
+from draftgraph.notices import notice
 
 TEXTS = (1, 4, 16, 64)  # of a program; between them, texts that are not there fill it up
 PAGES = 512  # of a text, to begin with

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from draftgraph.files import cache_dir, replacing
 from draftgraph.hardware import device_name, digest
-from draftgraph.models.cache import cache_dir, replacing
 
 
 class Choices:

@@ -30,7 +30,7 @@ from draftgraph.engine.sampling import MOST_KEPT, sample
 from draftgraph.engine.static import words_for
 from draftgraph.engine.static_cache import StaticCache
 from draftgraph.graph import Ints
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 from draftgraph.ranking import KEPT, Ranking, packed
 
 NODES = (8, 16, 32, 64, 128, 256, 512)  # of a pass; between them, nodes that nobody looks at fill it up

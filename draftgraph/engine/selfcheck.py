@@ -20,7 +20,7 @@ from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UnsupportedModelError, UsageError
 from draftgraph.graph import Bools, Ints
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 
 TEXT_LENGTH = 5
 LONGEST_WINDOW = 512  # a smaller window is crossed by the check's text

@@ -30,7 +30,7 @@ from draftgraph.engine.sampler import NodeSampler, Sampling
 from draftgraph.engine.static_cache import StaticCache
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.graph import Bools, Floats, Ints, TokenTree
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 from draftgraph.ranking import KEPT, Ranking, packed
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of a pass; between them, nodes that nobody looks at fill it up

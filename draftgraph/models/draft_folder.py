@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.loan import unwrapped
-from draftgraph.errors import LoadError, UsageError
-from draftgraph.models.cache import replacing
-from draftgraph.models.faults import one_line, writing
+from draftgraph.errors import LoadError, UsageError, one_line
+from draftgraph.files import replacing, writing
 from draftgraph.models.student import bare_student, own_weights, text_config
 
 FORMAT = 1

@@ -1,55 +1,9 @@
-"""Turns what goes wrong inside transformers, the hub and the disk into one line that says what to do."""
+"""Turns what goes wrong inside transformers and the hub into one line that says what to do."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
-from draftgraph.errors import DraftGraphError, LoadError, UsageError
-
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-ANOTHER_CACHE = "set DRAFTGRAPH_CACHE to a folder"
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def one_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text if len(text) <= 240 else text[:239] + "…"
-
-
-def is_disk_full(error: BaseException) -> bool:
-    # safetensors writes from Rust, where the number is only in the text.
-    return any(
-        (isinstance(cause, OSError) and cause.errno in DISK_FULL) or "No space left on device" in str(cause)
-        for cause in causes(error)
-    )
-
-
-@contextmanager
-def writing(what: str, folder: Path, elsewhere: str = ANOTHER_CACHE) -> Iterator[None]:
-    """Says which folder is full or cannot be written when `what` fails to be kept there, and how to name another."""
-    try:
-        yield
-    except DraftGraphError:
-        raise
-    except Exception as error:
-        if is_disk_full(error):
-            raise LoadError(disk_full(what, folder, elsewhere=elsewhere)) from error
-        raise LoadError(
-            f"cannot keep {what} in {folder} ({one_line(error)}): {elsewhere} that can be written"
-        ) from error
-
-
-def disk_full(what: str, folder: Path, needed: int | None = None, elsewhere: str = ANOTHER_CACHE) -> str:
-    size = f"{needed / 1e9:.1f} GB of" if needed else "more"
-    return f"the disk is full: {what} needs {size} room in {folder}; free some space or {elsewhere} on another disk"
+from draftgraph.errors import DraftGraphError, LoadError, UsageError, causes, one_line
+from draftgraph.files import is_disk_full
 
 
 def explain(error: Exception, name: str, part: str = "") -> DraftGraphError:

@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from draftgraph.errors import LoadError
-from draftgraph.models.faults import explain, one_line
-from draftgraph.models.progress import Report, quiet_transformers, watch_gguf_tensors
+from draftgraph.errors import LoadError, one_line
+from draftgraph.models.faults import explain
+from draftgraph.models.progress import quiet_transformers, watch_gguf_tensors
+from draftgraph.notices import Report
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftgraph.errors import LoadError, UsageError
-from draftgraph.models.cache import notice, offline
-from draftgraph.models.faults import explain, not_cached, one_line
+from draftgraph.errors import LoadError, UsageError, one_line
+from draftgraph.files import offline
+from draftgraph.models.faults import explain, not_cached
+from draftgraph.notices import notice
 
 SECONDS = 10
 

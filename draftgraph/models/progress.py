@@ -1,28 +1,15 @@
-"""A progress bar on stderr, at a terminal only; transformers' own bars and warnings kept quiet meanwhile."""
+"""Transformers' own bars and warnings: followed, or kept quiet."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-Report = Callable[[float], None]  # takes the share that is done, 0 to 1
-
-
-@contextmanager
-def progress_bar(title: str, total: float | None = 1.0) -> Iterator[Report]:
-    """A bar that is told the share done; with `total=None`, one that only moves."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, completed=done)
+from draftgraph.notices import Report
 
 
 @contextmanager

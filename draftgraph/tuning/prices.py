@@ -11,7 +11,7 @@ from draftgraph.cost import CostModel
 from draftgraph.drafting.device import DeviceDraft
 from draftgraph.engine.loan import Loan
 from draftgraph.generation import context_window
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 from draftgraph.stats import Stats
 from draftgraph.tuning import store
 from draftgraph.tuning.latency import Latencies, MeasuredCost

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftgraph.bench.runs import Record
-from draftgraph.models.cache import replacing
+from draftgraph.files import replacing
 from draftgraph.tuning import history
 from draftgraph.tuning.turns import Outcome
 

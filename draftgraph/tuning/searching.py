@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from draftgraph.bench.runs import Record, digest
 from draftgraph.bench.speed import pair_key, refuse_unreadable
 from draftgraph.config import GraphConfig
-from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import DraftGraphError
-from draftgraph.models.cache import notice
-from draftgraph.models.progress import progress_bar
+from draftgraph.files import claimed, held_alone
+from draftgraph.notices import notice, progress_bar
 from draftgraph.pair import Pair
 from draftgraph.profile import Profile
 from draftgraph.tuning import history

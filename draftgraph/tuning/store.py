@@ -6,8 +6,9 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from draftgraph.files import cache_dir, replacing
 from draftgraph.hardware import digest
-from draftgraph.models.cache import cache_dir, notice, replacing
+from draftgraph.notices import notice
 from draftgraph.tuning.latency import Latencies
 from draftgraph.tuning.machine import Key
 

@@ -12,7 +12,7 @@ from draftgraph.bench.paper.items import MAIN, first_prompts
 from draftgraph.bench.report import Table
 from draftgraph.bench.speed_report import label_of
 from draftgraph.errors import UsageError
-from draftgraph.models.cache import notice
+from draftgraph.notices import notice
 from draftgraph.tuning.history import need_optuna
 from draftgraph.tuning.searching import ROUNDS, OutOfTime, answers_of_a_round, asked_for, search
 

@@ -12,7 +12,7 @@ from draftgraph.bench.paper.finding import COUNTS, Finding, counts_row
 from draftgraph.bench.paper.items import CHAINS, DRAFTS, NO_DRAFT, PAIRS_DRAFT, TARGET_ITSELF, draft_item
 from draftgraph.bench.report import Table
 from draftgraph.decoder import weights_read
-from draftgraph.models.cache import replacing
+from draftgraph.files import replacing
 from draftgraph.pair import Pair
 
 if TYPE_CHECKING:

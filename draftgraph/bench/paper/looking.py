@@ -14,7 +14,7 @@ from draftgraph.bench.runs import FILE, Record, Runs, of_kind, records_in
 from draftgraph.bench.sameness import difference
 from draftgraph.bench.scores import accuracy, known_of, last_number, scorer_of
 from draftgraph.bench.speed import Deadline, pair_key
-from draftgraph.models.progress import progress_bar
+from draftgraph.notices import progress_bar
 from draftgraph.text import decode, encode
 from draftgraph.trace import Step
 

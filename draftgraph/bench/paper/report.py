@@ -12,7 +12,7 @@ from draftgraph.bench.paper.finding import Finding
 from draftgraph.bench.paper.findings import findings
 from draftgraph.bench.paper.items import ITEMS
 from draftgraph.bench.speed_tables import labelled, settings_of, title_of
-from draftgraph.models.cache import replacing
+from draftgraph.files import replacing
 
 if TYPE_CHECKING:
     from draftgraph.bench.page import Part

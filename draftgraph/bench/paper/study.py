@@ -15,8 +15,8 @@ from draftgraph.bench.paper.looking import look_into_answers
 from draftgraph.bench.runs import FILE, PLAIN, Place, Record, all_places, digest, of_kind, records_in
 from draftgraph.bench.speed import Deadline, bench_run, inflated_pair, mark_of
 from draftgraph.bench.speed_report import answers_to_rescore
-from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
+from draftgraph.files import claimed, held_alone
 from draftgraph.pair import Pair
 
 LEAST = 1.0  # second: with less nothing is begun
