@@ -38,8 +38,17 @@ from draftgraph.engine.runner import EagerEngine
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.graph import Bools, Ints
 from draftgraph.models import load_model
-from draftgraph.models.draft_folder import is_draft_folder, load_draft, name_of
-from draftgraph.models.student import cut_student, layer_stack, lend_output_rows, own_weights, spread, text_config
+from draftgraph.models.draft import (
+    cut_student,
+    is_draft_folder,
+    layer_stack,
+    lend_output_rows,
+    load_draft,
+    name_of,
+    own_weights,
+    spread,
+    text_config,
+)
 
 NODES = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2, 4, 8]}
 LAYERS = [1, 2, 4, 6]

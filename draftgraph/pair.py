@@ -16,8 +16,8 @@ from draftgraph.decoding import Decoding
 from draftgraph.errors import UsageError
 from draftgraph.generation import Request, context_window, prepare
 from draftgraph.models import check_same_tokens, load_model
-from draftgraph.models.default import DEFAULT_DRAFT
-from draftgraph.models.draft_folder import is_draft_folder, load_draft
+from draftgraph.models.draft import is_draft_folder, load_draft
+from draftgraph.models.fetch import DEFAULT_DRAFT
 from draftgraph.stats import Stats
 from draftgraph.text import Messages, TextStream, decode, encode
 

@@ -20,7 +20,7 @@ from draftgraph.bench.methods import Answer
 from draftgraph.bench.runs import Place, Record, read_records
 from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.structures import HF_METHODS
-from draftgraph.models.student import cut_student, lend_output_rows
+from draftgraph.models.draft import cut_student, lend_output_rows
 from draftgraph.pair import Pair
 
 TASKS = {"cats": ["the cat sat", "a cat"]}

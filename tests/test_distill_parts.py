@@ -28,8 +28,17 @@ from draftgraph.distillation.recipe import LOSSES, Recipe, loss_terms
 from draftgraph.distillation.score import hits_of, passes, score
 from draftgraph.distillation.texts import Text, batch_of, digest_of, epoch_of, frequent_tokens, learnt_places, parted
 from draftgraph.distillation.train import Training
-from draftgraph.models.draft_folder import is_draft_folder, load_draft, save_draft
-from draftgraph.models.student import cut_student, layer_stack, lend_output_rows, own_weights, picked_layers, spread
+from draftgraph.models.draft import (
+    cut_student,
+    is_draft_folder,
+    layer_stack,
+    lend_output_rows,
+    load_draft,
+    own_weights,
+    picked_layers,
+    save_draft,
+    spread,
+)
 
 # Losses
 

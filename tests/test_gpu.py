@@ -18,7 +18,7 @@ from draftgraph.distillation.sampler import Sampler
 from draftgraph.distillation.score import score
 from draftgraph.distillation.texts import Text
 from draftgraph.distillation.train import Training
-from draftgraph.models.student import cut_student
+from draftgraph.models.draft import cut_student
 from draftgraph.noise import KeyedNoise
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from draftgraph.bench.methods import MethodFailed
-from draftgraph.distillation.export import save_plain
 from draftgraph.engine.loan import unwrapped
 from draftgraph.files import writing
-from draftgraph.models.progress import quiet_transformers
+from draftgraph.models.draft import save_plain
+from draftgraph.models.faults import quiet_transformers
 from draftgraph.pair import Pair
 
 ELSEWHERE = "give --out a folder"

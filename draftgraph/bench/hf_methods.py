@@ -13,7 +13,7 @@ from draftgraph.bench.exports import Exports
 from draftgraph.bench.methods import Answer, Peer
 from draftgraph.bench.runs import Record
 from draftgraph.bench.stopwatch import Stopwatch
-from draftgraph.models.progress import quiet_transformers
+from draftgraph.models.faults import quiet_transformers
 
 LOOKUP_TOKENS = 10  # as transformers' own documentation has it
 CONSTANT = {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": 5, "assistant_confidence_threshold": 0}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.models.student import is_plain, spread
+from draftgraph.models.draft import is_plain, spread
 from draftgraph.notices import progress_bar
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from draftgraph.bench.gaps import Gaps
 from draftgraph.bench.sameness import STEPS_OF_A_TIE
 from draftgraph.choose import Prefix, process
 from draftgraph.engine.loan import Loan, unwrapped
-from draftgraph.models.student import is_plain
+from draftgraph.models.draft import is_plain
 
 if TYPE_CHECKING:
     from draftgraph.decoding import Decoding

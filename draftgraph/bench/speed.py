@@ -32,7 +32,7 @@ from draftgraph.config import GraphConfig
 from draftgraph.errors import UsageError
 from draftgraph.files import claimed, held_alone
 from draftgraph.hardware import device_name
-from draftgraph.models.student import is_plain
+from draftgraph.models.draft import is_plain
 from draftgraph.notices import notice, progress_bar
 from draftgraph.pair import Pair
 from draftgraph.profile import FIELDS

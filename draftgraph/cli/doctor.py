@@ -104,8 +104,8 @@ def devices() -> dict[str, str]:
 
 def cached_files() -> dict[str, str]:
     from draftgraph.files import cache_dir
-    from draftgraph.models.convert import fault_of, folder_for
-    from draftgraph.models.default import GGUF, SHA256, WHEEL, installed_gguf, kept_gguf
+    from draftgraph.models.fetch import GGUF, SHA256, WHEEL, installed_gguf, kept_gguf
+    from draftgraph.models.gguf_file import fault_of, folder_for
 
     root = cache_dir()
     found = {"folder": str(root)}

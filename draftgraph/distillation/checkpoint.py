@@ -14,7 +14,7 @@ from torch import Tensor
 from draftgraph.distillation.recipe import OF_TEXTS
 from draftgraph.errors import UsageError, one_line
 from draftgraph.files import replacing, writing
-from draftgraph.models.draft_folder import ELSEWHERE
+from draftgraph.models.draft import ELSEWHERE
 
 TARGET, RECIPE, ANSWERS = "target", "recipe", "set of answers"
 MadeOf = dict[str, str]  # what must be the same for a training to go on, under these names

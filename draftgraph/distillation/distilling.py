@@ -75,7 +75,7 @@ def distill(
 def refuse_other_content(folder: Path) -> None:
     """What is there must be a draft, or a training on its way: everything else is somebody's."""
     if (folder / "config.json").exists():
-        from draftgraph.models.draft_folder import is_draft_folder
+        from draftgraph.models.draft import is_draft_folder
 
         if not is_draft_folder(folder):
             raise UsageError(f"--out {folder} holds a model that is no draft: name another folder")

@@ -18,28 +18,12 @@ from draftgraph.distillation.score import Scores
 from draftgraph.distillation.texts import Text
 from draftgraph.errors import UsageError, one_line
 from draftgraph.files import replacing, writing
-from draftgraph.models.draft_folder import ELSEWHERE, name_of
-from draftgraph.models.progress import quiet_transformers
-from draftgraph.models.student import own_weights, student_config, text_config
+from draftgraph.models.draft import ELSEWHERE, name_of, own_weights
 
 if TYPE_CHECKING:
     from draftgraph.distillation.train import Training
 
 FIGURES = "training.json"
-
-
-def save_plain(student: Any, target: Any, tokenizer: Any, folder: Path) -> None:
-    """A model of its own: the student's layers, the target's whole embedding and output matrix."""
-    config = student_config(student.config, list(range(text_config(student.config).num_hidden_layers)))
-    config.tie_word_embeddings = target.config.tie_word_embeddings
-    text_config(config).tie_word_embeddings = text_config(target.config).tie_word_embeddings
-    plain = type(target)._from_config(config, dtype=target.dtype)
-    own, given = own_weights(student), target.state_dict()
-    plain.load_state_dict({name: own[name] if name in own else given[name] for name in plain.state_dict()})
-    plain.generation_config = target.generation_config
-    with writing("the exported draft", folder, ELSEWHERE), quiet_transformers():
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
 
 def finished(folder: Path, checkpoint: Checkpoint, bits: int) -> dict[str, Any] | None:

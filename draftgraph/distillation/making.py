@@ -9,7 +9,7 @@ from typing import Any
 
 from draftgraph.distillation.answers import AnswerStore, mark_of_weights, questions_of
 from draftgraph.distillation.checkpoint import ANSWERS, RECIPE, TARGET, Checkpoint
-from draftgraph.distillation.export import finished, save_plain, write_card
+from draftgraph.distillation.export import finished, write_card
 from draftgraph.distillation.progress import Reporter, amount, clock
 from draftgraph.distillation.recipe import Recipe
 from draftgraph.distillation.sampler import Sampler
@@ -19,8 +19,15 @@ from draftgraph.distillation.texts import Text, digest_of, frequent_tokens, part
 from draftgraph.distillation.train import Training
 from draftgraph.errors import UsageError
 from draftgraph.generation import context_window, stop_ids_of
-from draftgraph.models.draft_folder import load_draft, save_draft
-from draftgraph.models.student import cut_student, layer_stack, lend_output_rows, picked_layers
+from draftgraph.models.draft import (
+    cut_student,
+    layer_stack,
+    lend_output_rows,
+    load_draft,
+    picked_layers,
+    save_draft,
+    save_plain,
+)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from draftgraph.distillation.sharedhead import SharedHead
 from draftgraph.distillation.texts import Text, batch_of, epoch_of, learnt_places
 from draftgraph.engine.loan import evaluating
 from draftgraph.errors import DraftGraphError
-from draftgraph.models.student import own_weights
+from draftgraph.models.draft import own_weights
 
 LOOK_EVERY = 10  # steps between two looks at the loss: each waits for the device
 SCORE_SECONDS = 20.0

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftgraph.errors import UsageError
-from draftgraph.models.faults import explain
-from draftgraph.models.progress import quiet_transformers
+from draftgraph.models.faults import explain, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

