@@ -17,6 +17,7 @@ TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads its own variables
 LOCK = ".lock"
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 ANOTHER_CACHE = "set DRAFTGRAPH_CACHE to a folder"
+ANOTHER_OUT = "give --out a folder"
 
 
 def cache_dir() -> Path:

@@ -225,7 +225,7 @@ def test_the_same_seed_gives_the_same_weights_interrupted_or_not(
     assert not same(first, quick(folder, "other", **arguments, seed=1))
 
     # What is remembered of the target was rounded in other batches than what a new run reads again.
-    monkeypatch.setattr("draftgraph.distillation.memory.CPU_BYTES", 0)
+    monkeypatch.setattr("draftgraph.distillation.training.CPU_BYTES", 0)
     whole = quick(folder, "whole", **arguments)
     interrupted_at(10)
     with pytest.raises(KeyboardInterrupt):

@@ -11,13 +11,10 @@ import torch
 from families import FAMILIES, VOCAB, perturbed, target_of
 
 from draftgraph import GraphConfig, GraphDecoder
-from draftgraph.distillation.checkpoint import Checkpoint
-from draftgraph.distillation.recipe import Recipe
-from draftgraph.distillation.rowattention import reference
-from draftgraph.distillation.sampler import Sampler
-from draftgraph.distillation.score import score
-from draftgraph.distillation.texts import Text
-from draftgraph.distillation.train import Training
+from draftgraph.distillation.answers import Text
+from draftgraph.distillation.recipe import Checkpoint, Recipe
+from draftgraph.distillation.sampler import Sampler, reference
+from draftgraph.distillation.training import Training, score
 from draftgraph.models.draft import cut_student
 from draftgraph.noise import KeyedNoise
 
@@ -80,7 +77,7 @@ def test_large_batches_continue_texts_as_plain_decoding_does(family: str) -> Non
 
 @pytest.mark.parametrize(("rows", "groups", "heads", "size"), [(3, 2, 3, 64), (5, 1, 1, 128), (2, 4, 7, 32)])
 def test_the_kernel_for_rows_gives_what_its_reference_gives(rows: int, groups: int, heads: int, size: int) -> None:
-    from draftgraph.distillation.rowkernel import attend
+    from draftgraph.distillation.sampler_kernel import attend
 
     generator = torch.Generator("cuda").manual_seed(0)
     shape = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}

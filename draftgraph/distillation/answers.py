@@ -1,28 +1,45 @@
-"""The target's answers, generated in large batches and stored: a second run, or one that was killed, repeats none."""
+"""The target's answers: asked for in large batches, stored, parted into what is learnt and held out, and batched."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftgraph.distillation.prompts import Prompt
 from draftgraph.distillation.recipe import digest
-from draftgraph.distillation.sampler import Report, Sampler
-from draftgraph.distillation.texts import Text
+from draftgraph.distillation.sampler import Sampler
 from draftgraph.errors import UsageError, one_line
 from draftgraph.files import replacing, writing
-from draftgraph.notices import notice
+from draftgraph.graph import Ints
+from draftgraph.notices import Report, notice
 
 SHARD_ROWS = 4096
 MARKED_NUMBERS = 16  # of each weight of the target
-ELSEWHERE = "give --answers a folder"
+ANOTHER_ANSWERS = "give --answers a folder"
 Progress = Callable[[int, int, float | None], None]  # answers so far, of how many, new tokens per second if known
+BATCHES_TO_SORT = 64  # a batch holds similar lengths, but an epoch stays shuffled
+HELD_OUT = 512  # prompts that are not learnt from, at most; and at most one in ten
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the target's answer as token ids."""
+
+    tokens: Any  # int32 [length], prompt and answer
+    prompt_length: int
+    kind: str = ""
+    temperature: float = 0.0
+
+    @property
+    def answer(self) -> Any:
+        return self.tokens[self.prompt_length :]
 
 
 @dataclass(frozen=True)
@@ -47,8 +64,8 @@ class AnswerStore:
             answers = self.continued("answers", sampler, prompts, max_new_tokens, heat, seed + start, report)
             speed = sum(map(len, answers)) / max(time.monotonic() - began, 1e-9)
             for question, answer in zip(shard, answers, strict=True):
-                if len(answer):
-                    tokens = np.concatenate([question.tokens, answer])
+                if answer:
+                    tokens = np.concatenate([question.tokens, np.array(answer, dtype=np.int32)])
                     texts.append(Text(tokens, len(question.tokens), question.kind, question.temperature))
             if progress is not None:
                 progress(min(start + SHARD_ROWS, len(order)), len(order), speed)
@@ -63,7 +80,7 @@ class AnswerStore:
         heat: list[float],
         seed: int,
         report: Report | None = None,
-    ) -> list[Any]:
+    ) -> list[list[int]]:
         """What the target says behind each of these texts, asked once."""
         from safetensors.torch import save_file
 
@@ -71,14 +88,13 @@ class AnswerStore:
         file = self.folder / f"{what}-{key}.safetensors"
         rows = read_rows(file)
         if rows is None:
-            made = sampler.continue_texts(prompts, max_new_tokens, heat, seed, report=report)
-            flat = torch.tensor([token for row in made for token in row], dtype=torch.int32)
-            lengths = torch.tensor([len(row) for row in made], dtype=torch.int32)
-            with writing(f"the target's {what}", self.folder, ELSEWHERE):
+            rows = sampler.continue_texts(prompts, max_new_tokens, heat, seed, report=report)
+            flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+            lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+            with writing(f"the target's {what}", self.folder, ANOTHER_ANSWERS):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with replacing(file) as partial:
                     save_file({"tokens": flat, "lengths": lengths}, partial)
-            rows = split(flat, lengths)
         return rows
 
 
@@ -99,7 +115,7 @@ def mark_of_weights(model: Any) -> str:
     return digest(*sample)
 
 
-def read_rows(file: Path) -> list[Any] | None:
+def read_rows(file: Path) -> list[list[int]] | None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -107,14 +123,10 @@ def read_rows(file: Path) -> list[Any] | None:
         return None
     try:
         stored = load_file(file)
-        return split(stored["tokens"], stored["lengths"])
+        return [row.tolist() for row in stored["tokens"].split(stored["lengths"].tolist())]
     except (OSError, SafetensorError, KeyError) as error:
         notice(f"{file} cannot be read ({one_line(error)}): making it again")
         return None
-
-
-def split(tokens: torch.Tensor, lengths: torch.Tensor) -> list[Any]:
-    return np.split(tokens.numpy(), np.cumsum(lengths.numpy())[:-1])
 
 
 def questions_of(prompts: list[Prompt], tokenizer: Any, temperatures: tuple[float, ...], longest: int) -> list[Text]:
@@ -138,3 +150,83 @@ def questions_of(prompts: list[Prompt], tokenizer: Any, temperatures: tuple[floa
         tokens = np.array(row, dtype=np.int32)
         questions += [Text(tokens, len(tokens), prompt.kind, heat) for heat in temperatures]
     return questions
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts side by side, padded behind, and the positions whose next token is learnt."""
+
+    tokens: Tensor  # [rows, length]
+    places: Tensor  # [positions] in the flattened tokens, one text after the other
+
+
+def padded(texts: list[Text]) -> Tensor:
+    """[rows, length]"""
+    tokens = np.zeros((len(texts), max(len(text.tokens) for text in texts)), dtype=np.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text.tokens)] = text.tokens
+    return torch.from_numpy(tokens)
+
+
+def batch_of(texts: list[Text], places: list[Ints]) -> Batch:
+    tokens = padded(texts)
+    flat = np.concatenate([row * tokens.shape[1] + one for row, one in enumerate(places)])
+    return Batch(tokens, torch.from_numpy(flat))
+
+
+def learnt_places(text: Text, prompt_share: float) -> Ints:
+    """The positions before every token of the answer, and before this share of the prompt's, always the same ones."""
+    prompt = np.arange(text.prompt_length - 1)
+    drawn = (prompt * 2654435761 + 40503 * len(text.tokens)) % (1 << 32) < prompt_share * (1 << 32)
+    return np.concatenate([prompt[drawn], np.arange(text.prompt_length - 1, len(text.tokens) - 1)])
+
+
+def epoch_of(lengths: Ints, batch_tokens: int, seed: int) -> Iterator[list[int]]:
+    """All texts once, in batches of at most so many tokens, padding counted."""
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(lengths))
+    mean = max(float(lengths.mean()), 1.0)
+    window = max(1, int(BATCHES_TO_SORT * batch_tokens / mean))
+    batches: list[list[int]] = []
+    for start in range(0, len(order), window):
+        part = order[start : start + window]
+        rows: list[int] = []
+        for index in part[np.argsort(-lengths[part], kind="stable")].tolist():
+            if rows and (len(rows) + 1) * int(lengths[rows[0]]) > batch_tokens:
+                batches.append(rows)
+                rows = []
+            rows.append(index)
+        batches.append(rows)
+    for place in random.permutation(len(batches)).tolist():
+        yield batches[place]
+
+
+def frequent_tokens(texts: list[Text], size: int, vocabulary: int, always: frozenset[int]) -> Tensor | None:
+    """The tokens most frequent in answers, then in prompts, in ascending order; None where that is all of them."""
+    if not 0 < size < vocabulary:
+        return None
+    answers = np.concatenate([text.answer for text in texts])
+    prompts = np.concatenate([text.tokens[: text.prompt_length] for text in texts])
+    in_answers, in_prompts = (np.bincount(tokens, minlength=vocabulary).astype(float) for tokens in (answers, prompts))
+    in_answers[list(always)] = np.inf
+    order = np.lexsort((np.arange(vocabulary), -in_prompts, -in_answers))
+    return torch.from_numpy(np.sort(order[: max(size, len(always))]))
+
+
+def parted(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+    """What is learnt from, and greedy answers to prompts that are not: every answer to one prompt is on one side."""
+    names = [digest(text.tokens[: text.prompt_length].tobytes()) for text in texts]
+    prompts = sorted(set(names))
+    apart = set(prompts[: max(1, min(HELD_OUT, len(prompts) // 10))])
+    learnt = [text for text, name in zip(texts, names, strict=True) if name not in apart]
+    kept: dict[str, Text] = {}
+    for text, name in sorted(zip(texts, names, strict=True), key=lambda pair: pair[0].temperature):
+        if name in apart:
+            kept.setdefault(name, text)
+    if not learnt:
+        raise UsageError("one prompt is too little to learn from: give more prompts")
+    return learnt, list(kept.values())
+
+
+def digest_of(texts: list[Text]) -> str:
+    return digest(*(text.tokens.tobytes() + text.prompt_length.to_bytes(4, "little") for text in texts))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from draftgraph.distillation.progress import Reporter
+from draftgraph.distillation.progress import Distilled, Reporter
 from draftgraph.distillation.recipe import Recipe
 from draftgraph.errors import UsageError
 from draftgraph.files import LOCK, cache_dir, claimed, held_alone
 from draftgraph.models import load_model
-
-if TYPE_CHECKING:
-    from draftgraph.distillation.making import Distilled
 
 
 def distill(
@@ -46,30 +41,25 @@ def distill(
     >>> pair = draftgraph.load("my/target", draft="draft")                                          # doctest: +SKIP
     """
     recipe = changed(recipe or Recipe(), settings)
-    refuse_outside(bits=bits, export=export, batch_size=batch_size, checkpoint_seconds=checkpoint_seconds)
+    options: dict[str, Any] = {"batch_size": batch_size, "bits": bits, "export": export}
+    options["checkpoint_seconds"] = checkpoint_seconds
+    refuse_outside(**options)
     folder, kept = Path(out).expanduser(), Path(answers).expanduser() if answers else cache_dir() / "answers"
     report = Reporter()
-    with claimed(folder, "--out"), held_alone(folder), claimed(kept, "--answers"), saying_how_to_go_on(report):
+    with claimed(folder, "--out"), held_alone(folder), claimed(kept, "--answers"):
         refuse_other_content(folder)
-        report.say(f"loading the target {named(target)}".rstrip())
-        from draftgraph.distillation.making import make_draft
+        report.say(f"loading the target {target if isinstance(target, str | os.PathLike) else ''}".rstrip())
+        try:
+            from draftgraph.distillation.making import make_draft
 
-        model, tokenizer = load_model(target, device=device, dtype=dtype, **(model_kwargs or {}))
-        if tokenizer is None:
-            raise UsageError("the target has no tokenizer: save it beside the model")
-        with report:
-            return make_draft(
-                recipe,
-                model,
-                tokenizer,
-                folder,
-                kept,
-                report,
-                batch_size=batch_size,
-                bits=bits,
-                export=export,
-                checkpoint_seconds=checkpoint_seconds,
-            )
+            model, tokenizer = load_model(target, device=device, dtype=dtype, **(model_kwargs or {}))
+            if tokenizer is None:
+                raise UsageError("the target has no tokenizer: save it beside the model")
+            with report.live_line():
+                return make_draft(recipe, model, tokenizer, folder, kept, report, **options)
+        except KeyboardInterrupt:
+            report.say("interrupted: what was done is kept, and the same command goes on from there")
+            raise
 
 
 def refuse_other_content(folder: Path) -> None:
@@ -83,10 +73,6 @@ def refuse_other_content(folder: Path) -> None:
     names = {file.name for file in found if file.suffix != ".partial" and file.name != LOCK}
     if names and not names & {"checkpoint.safetensors", "config.json", "training.json"}:
         raise UsageError(f"--out {folder} holds other files ({min(names)}): name a new or an empty folder")
-
-
-def named(target: Any) -> str:
-    return str(target) if isinstance(target, str | os.PathLike) else ""
 
 
 def changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
@@ -108,12 +94,3 @@ def refuse_outside(bits: int, export: str | None, batch_size: int | None, checkp
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     if not checkpoint_seconds >= 0:
         raise UsageError(f"checkpoint_seconds must be at least 0, not {checkpoint_seconds}")
-
-
-@contextmanager
-def saying_how_to_go_on(report: Reporter) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        report.say("interrupted: what was done is kept, and the same command goes on from there")
-        raise

@@ -2,56 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftgraph.distillation.answers import AnswerStore, mark_of_weights, questions_of
-from draftgraph.distillation.checkpoint import ANSWERS, RECIPE, TARGET, Checkpoint
-from draftgraph.distillation.export import finished, write_card
-from draftgraph.distillation.progress import Reporter, amount, clock
-from draftgraph.distillation.recipe import Recipe
+import torch
+import transformers
+
+from draftgraph import __version__
+from draftgraph.distillation.answers import (
+    AnswerStore,
+    Text,
+    digest_of,
+    frequent_tokens,
+    mark_of_weights,
+    parted,
+    questions_of,
+)
+from draftgraph.distillation.own_prompts import Written, own_prompts
+from draftgraph.distillation.progress import Distilled, Reporter, Scores, amount, clock
+from draftgraph.distillation.prompts import Prompt, read_prompts, shuffled_once_each
+from draftgraph.distillation.recipe import ANSWERS, RECIPE, TARGET, Checkpoint, Recipe
 from draftgraph.distillation.sampler import Sampler
-from draftgraph.distillation.score import Scores, score
-from draftgraph.distillation.sources import gather_prompts
-from draftgraph.distillation.texts import Text, digest_of, frequent_tokens, parted
-from draftgraph.distillation.train import Training
-from draftgraph.errors import UsageError
+from draftgraph.distillation.training import Training, score
+from draftgraph.errors import UsageError, one_line
+from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.generation import context_window, stop_ids_of
 from draftgraph.models.draft import (
     cut_student,
     layer_stack,
     lend_output_rows,
     load_draft,
+    name_of,
+    own_weights,
     picked_layers,
     save_draft,
     save_plain,
 )
 
-
-@dataclass(frozen=True)
-class Distilled:
-    """A finished draft: where it is, and how good on answers that it did not learn from."""
-
-    folder: Path
-    scores: Scores  # as it was stored
-    before: Scores  # of the student before training
-    steps: int
-    seconds: float  # of training
-    weights: int  # that it does not borrow from its target
-
-    @classmethod
-    def of(cls, folder: Path, figures: dict[str, Any]) -> Distilled:
-        scores, before = (Scores(**figures[name]) for name in ("scores", "before"))
-        return cls(folder, scores, before, figures["steps"], figures["seconds"], figures["weights"])
-
-    def __str__(self) -> str:
-        return (
-            f"{self.folder}: {amount(self.weights)} weights of its own, agreement {self.scores.agreement:.3f} "
-            f"(before training {self.before.agreement:.3f}), chain of 8: {self.scores.tokens_per_pass:.2f} tokens per "
-            f"pass; trained for {clock(self.seconds)}"
-        )
+FIGURES = "training.json"
 
 
 def make_draft(
@@ -134,3 +127,95 @@ def target_answers(
         raise UsageError("the target answers nothing to these prompts: check its chat template and stop tokens")
     report.say(f"{len(texts):,} answers, {amount(sum(len(text.answer) for text in texts))} tokens")
     return texts
+
+
+def gather_prompts(
+    recipe: Recipe, model: Any, tokenizer: Any, store: AnswerStore, report: Reporter, batch_size: int | None = None
+) -> list[Prompt]:
+    """Prompts of every source, no two alike, in an order drawn by the seed."""
+    prompts: list[Prompt] = []
+    for source in recipe.prompts:
+        report.begin(f"reading prompts: {source}")
+        found = read_prompts(source, tokenizer, recipe.max_prompts, recipe.seed)
+        report.say(f"{len(found):,} prompts from {source}")
+        prompts += found
+    written = Written(recipe.prompts_to_write)
+    if written.wanted:
+        written = own_prompts(written.wanted, recipe.seed, model, tokenizer, store, report, batch_size)
+        report.say(str(written))
+        prompts += written.prompts
+    different = shuffled_once_each(prompts, recipe.seed)
+    if len(different) < 2 and len(written.prompts) < written.wanted:
+        raise UsageError(f"the target writes too few prompts itself ({written.why_not_more}): give --prompts FILE")
+    if len(different) < 2:
+        raise UsageError("a draft needs two prompts or more to learn from: give --prompts FILE, or more --own-prompts")
+    return different
+
+
+def finished(folder: Path, checkpoint: Checkpoint, bits: int) -> dict[str, Any] | None:
+    """The figures of a draft that was finished here; refused if it was made of something else."""
+    file = folder / FIGURES
+    if not file.exists():
+        return None
+    try:
+        figures: dict[str, Any] = json.loads(file.read_text())
+        kept, recipe, stored_bits = dict(figures["made_of"]), dict(figures["recipe"]), figures["bits"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{file} cannot be read ({one_line(error)}): remove it, or choose another --out") from error
+    checkpoint.refuse_other(kept, recipe, file)
+    if stored_bits != bits:
+        raise UsageError(f"{folder} holds this draft in {stored_bits} bits: choose another --out for {bits}")
+    return figures
+
+
+def write_card(
+    folder: Path, training: Training, texts: list[Text], before: Scores, scores: Scores, bits: int
+) -> dict[str, Any]:
+    """README.md for people, training.json for programs; returns what is in that."""
+    recipe, target = training.recipe.shown(), name_of(training.target)
+    kinds = Counter(text.kind for text in texts)
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    figures = {
+        "recipe": recipe,
+        "made_of": training.checkpoint.made_of,
+        "target": target,
+        "answers": dict(kinds),
+        "answer_tokens": sum(len(text.answer) for text in texts),
+        "steps": training.step,
+        "seconds": round(training.seconds, 1),
+        "before": before.to_dict(),
+        "scores": scores.to_dict(),
+        "bits": bits,
+        "weights": sum(weight.numel() for weight in own_weights(training.student).values()),
+        "device": machine,
+        "versions": {"draftgraph": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "curve": training.curve,
+    }
+    rows = "\n".join(f"| {kind} | {count:,} |" for kind, count in kinds.most_common())
+    settings = "\n".join(f"| {name} | {value} |" for name, value in recipe.items())
+    card = f"""# Draft for {target}
+
+{recipe["layers"]} transformer layers for speculative decoding, distilled by draftgraph {__version__} from the target
+that they draft for. Use them with it: `draftgraph.load(target, draft="this folder")`. The folder holds only these
+layers ({bits} bits) and borrows the target's embedding and output matrix; the target's licence applies.
+
+On the target's greedy answers to {scores.texts} prompts that were not learnt from, the draft's best token is the
+target's in **{scores.agreement:.3f}** of cases ({before.agreement:.3f} before training); a chain of 8 gives
+**{scores.tokens_per_pass:.2f}** tokens per pass of the target.
+
+Trained for {clock(training.seconds)} ({training.step:,} steps) on {machine}, on {figures["answer_tokens"]:,} tokens:
+
+| prompts | answers |
+|---|---|
+{rows}
+
+| setting | value |
+|---|---|
+{settings}
+"""
+    with writing("the model card", folder, ANOTHER_OUT):
+        with replacing(folder / "README.md") as file:
+            file.write_text(card)
+        with replacing(folder / FIGURES) as file:
+            file.write_text(json.dumps(figures, indent=1) + "\n")
+    return figures

@@ -1,27 +1,104 @@
-"""Where the prompts of a training come from: a JSONL file, Python source, or a dataset."""
+"""Prompts from a JSONL file, a dataset or Python source; passages of text become requests about them."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from draftgraph.distillation.functions import python_prompts
-from draftgraph.distillation.passages import characters_per_token, requests_about
-from draftgraph.distillation.prompt import Prompt
+from draftgraph.distillation.code_prompts import python_prompts
 from draftgraph.errors import UsageError, one_line
 
-__all__ = ["Prompt", "read_prompts"]
-
-PASSAGE = "text"
+PASSAGE, CODE = "text", "code"  # kinds
 COLUMNS = ("prompt", "instruction", "question", "text")
 PYTHON = re.compile(r"python(:(?P<count>[1-9]\d*))?")
 # A split may hold a colon of its own: train[:1%]
 DATASET = re.compile(r"datasets:(?P<name>[^:]+)(:(?P<split>[^:\[]+(\[[^\]]*\])?)(:(?P<column>[^:]+))?)?")
+CHARACTERS_PER_TOKEN = 4.3  # English, with the vocabularies of today
+SHORTEST, MEDIAN, LONGEST = 100, 450, 1300  # tokens of text in a request
+SPREAD = 0.65  # of the logarithm of the length
+PIECE = 1500  # characters: a book is taken apart, so that all of it is used
+
+STORY = "story"
+REQUESTS: dict[str, tuple[str, ...]] = {
+    "summary": (
+        "Summarize {it} in one sentence.",
+        "Sum up {it} in a few words.",
+        "What are the key points of {it}? Use bullet points.",
+        "Write a short summary of {it}, three sentences at most.",
+        "I don't have time to read {it}. What do I need to know?",
+        "Give me the gist of {it}.",
+        "tl;dr of {it}?",
+        "Write a news brief of about 50 words based on {it}.",
+    ),
+    "question": (
+        "What is the main point of {it}?",
+        "Which people, places and organizations does {it} mention? List them.",
+        "Ask three questions that a reader of {it} should be able to answer, then answer them.",
+        "Is the tone of {it} positive, negative or neutral? Give reasons.",
+        "What does the author of {it} want the reader to believe?",
+        "Collect every number or date in {it} and say what each one refers to.",
+        "When and where does {it} take place, and who is involved?",
+        "Come up with a quiz question about {it}.",
+    ),
+    "title": (
+        "Write a title for {it}.",
+        "Suggest five headlines for {it}.",
+        "Pick ten keywords that describe {it}.",
+        "What topic would you file {it} under?",
+    ),
+    "explain": (
+        "Explain {it} to a ten-year-old.",
+        "Say in simple words what {it} is about.",
+        "I don't understand {it}. Can you walk me through it step by step?",
+        "Explain the difficult words in {it}.",
+    ),
+    "translation": (
+        "Translate {it} into German.",
+        "Translate {it} into French.",
+        "How would you say {it} in Spanish?",
+    ),
+    "rewrite": (
+        "Rewrite {it} in plain modern English.",
+        "Make {it} half as long without losing anything important.",
+        "Turn {it} into a polite email to a colleague.",
+        "Retell {it} as a conversation between two friends.",
+        "Correct any mistakes in {it} and show me the corrected version.",
+        "Turn {it} into notes for a short talk.",
+        "Write a poem inspired by {it}.",
+    ),
+    STORY: (
+        "Continue the story.",
+        "Here is how a story begins. What happens next?",
+        "Carry on from where this stops.",
+        "Finish this story in about 200 words.",
+        "You are a novelist. Pick up where this draft leaves off, in the same style.",
+        "Write the next two paragraphs.",
+        "Complete the text.",
+        "",
+    ),
+}
+LANGUAGE_OF_PLACE = {
+    "before": ("the following {noun}", "this {noun}", "the {noun} below"),
+    "after": ("the {noun} above", "this {noun}", "that {noun}"),
+}
+NOUNS = ("text", "text", "article", "passage")
+OPEN_FRAMES = ("{text}", "{text}", "{text}", "Text: {text}")
+FRAMES = (*OPEN_FRAMES, '"""\n{text}\n"""', "“{text}”", "---\n{text}\n---")
+SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*(?=\s)|[。！？]")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request to the target, as a user would type it."""
+
+    text: str
+    kind: str  # the row's task, the sort of request about a passage, "code" or "self"
 
 
 def read_prompts(source: str, tokenizer: Any, limit: int | None, seed: int) -> list[Prompt]:
@@ -31,16 +108,21 @@ def read_prompts(source: str, tokenizer: Any, limit: int | None, seed: int) -> l
     with a permissive licence) or `datasets:NAME[:SPLIT[:COLUMN]]`. Passages of text become requests about them.
     """
     if python := PYTHON.fullmatch(source):
-        return python_prompts(int(python["count"]) if python["count"] else limit, seed)
+        return [Prompt(text, CODE) for text in python_prompts(int(python["count"] or 0) or limit, seed)]
     rows = list(_rows_of_dataset(source) if source.startswith("datasets:") else _rows_of_file(source))
     passages = list(dict.fromkeys(row.text for row in rows if row.kind == PASSAGE))
     prompts = [row for row in rows if row.kind != PASSAGE]
     prompts += requests_about(passages, seed, characters_per_token=characters_per_token(passages, tokenizer))
-    different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())
-    if not different:
+    if not prompts:
         raise UsageError(f"{source} holds no prompts: give a source that has some")
+    return shuffled_once_each(prompts, seed)[:limit]
+
+
+def shuffled_once_each(prompts: list[Prompt], seed: int) -> list[Prompt]:
+    """No two alike, in an order drawn by the seed."""
+    different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())
     random.Random(seed).shuffle(different)
-    return different[:limit]
+    return different
 
 
 def _rows_of_file(source: str) -> Iterator[Prompt]:
@@ -114,10 +196,86 @@ def _rows_of_dataset(source: str) -> Iterator[Prompt]:
     if chosen not in there:
         which = f"no column {column}" if column else f"none of the columns {', '.join(COLUMNS)}"
         raise UsageError(f"the dataset {name} has {which}: choose of {', '.join(there)}, as in {name}:{split}:COLUMN")
-    yield from _rows_of_column(dataset[chosen], PASSAGE if chosen == PASSAGE else name)
-
-
-def _rows_of_column(values: Iterable[Any], kind: str) -> Iterator[Prompt]:
-    for value in values:
+    for value in dataset[chosen]:
         if text := _first_user_turn(value) or _text(value):
-            yield Prompt(text, kind)
+            yield Prompt(text, PASSAGE if chosen == PASSAGE else name)
+
+
+def characters_per_token(passages: Sequence[str], tokenizer: Any) -> float:
+    """How much text a token of this tokenizer holds, measured on some of the passages."""
+    sample = " ".join(passages[:: max(1, len(passages) // 20)])[:50_000]
+    tokens = len(tokenizer(sample, add_special_tokens=False)["input_ids"]) if sample and tokenizer else 0
+    return len(sample) / tokens if tokens else CHARACTERS_PER_TOKEN
+
+
+def requests_about(
+    passages: Sequence[str], seed: int, uses: int = 4, characters_per_token: float = CHARACTERS_PER_TOKEN
+) -> list[Prompt]:
+    """Consecutive passages joined to texts of many lengths, each with a request; `uses` different ones per passage."""
+    draw = random.Random(seed)
+    pieces = [piece for passage in passages for piece in _pieces(passage.strip())]
+    requests = [(kind, wording) for kind, wordings in REQUESTS.items() for wording in wordings]
+    draw.shuffle(requests)
+    prompts: list[Prompt] = []
+    for use in range(min(uses, len(requests))):
+        start = 0
+        while start < len(pieces):
+            kind, wording = draw.choice(requests[use::uses])
+            if kind == STORY:
+                text, used = _opening(pieces[start], draw), 1
+            else:
+                text, used = _joined(pieces, start, round(_drawn_length(draw) * characters_per_token), draw)
+            prompts.append(Prompt(_asked(wording, text, OPEN_FRAMES if kind == STORY else FRAMES, draw), kind))
+            start += used
+    return prompts
+
+
+def _drawn_length(draw: random.Random) -> float:
+    while not SHORTEST <= (length := MEDIAN * draw.lognormvariate(0, SPREAD)) <= LONGEST:
+        pass
+    return length
+
+
+def _pieces(passage: str) -> list[str]:
+    pieces = []
+    while len(passage) > PIECE:
+        piece = _cut_at_sentence(passage, PIECE)
+        pieces.append(piece)
+        passage = passage[len(piece) :].lstrip()
+    return [*pieces, passage] if passage else pieces
+
+
+def _joined(pieces: list[str], start: int, length: int, draw: random.Random) -> tuple[str, int]:
+    end, characters = start, 0
+    while end < len(pieces) and characters < length:
+        characters += len(pieces[end]) + 1
+        end += 1
+    text = draw.choice((" ", "\n", "\n\n")).join(pieces[start:end])
+    cut = _cut_at_sentence if draw.random() < 0.7 else _cut_at_word
+    return cut(text, length), end - start
+
+
+def _opening(passage: str, draw: random.Random) -> str:
+    text = _cut_at_word(passage, draw.randint(200, 500))
+    return text.rsplit(None, 1)[0] if " " in text and text[-1] in '.!?"”' else text
+
+
+def _cut_at_word(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    return text[:length].rsplit(None, 1)[0] if text[length // 2 : length].strip().count(" ") else text[:length]
+
+
+def _cut_at_sentence(text: str, length: int) -> str:
+    ends = [end.end() for end in SENTENCE_END.finditer(text, 0, length + 1) if end.end() <= length]
+    return text[: ends[-1]] if ends and ends[-1] >= length // 2 else _cut_at_word(text, length)
+
+
+def _asked(wording: str, text: str, frames: Sequence[str], draw: random.Random) -> str:
+    if not wording:
+        return text
+    place = draw.choice(("before", "after"))
+    it = draw.choice(LANGUAGE_OF_PLACE[place]).format(noun=draw.choice(NOUNS))
+    framed = draw.choice(frames).replace("{text}", text)
+    parts = [wording.format(it=it), framed]
+    return "\n\n".join(parts if place == "before" else reversed(parts))

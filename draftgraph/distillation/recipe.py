@@ -1,4 +1,4 @@
-"""Everything that decides what a student becomes: kept with it, so that it can be made again."""
+"""What a draft is made of: the recipe of its training, and a checkpoint that refuses to go on with another."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from draftgraph.errors import UsageError
+from draftgraph.errors import UsageError, one_line
+from draftgraph.files import ANOTHER_OUT, replacing, writing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RANGES: dict[str, tuple[float, float]] = {
     "layers": (1, 1000),
@@ -27,9 +33,13 @@ RANGES: dict[str, tuple[float, float]] = {
     "prompt_share": (0, 1),
     "seed": (0, 1 << 31),
 }
+LOSSES = ("kl", "reverse", "tv", "top")
 OWN_PROMPTS = 20000
 STEPS = 4000
 OF_TEXTS = ("prompts", "own_prompts", "max_prompts", "temperatures", "max_new_tokens", "max_length")
+TARGET, RECIPE, ANSWERS = "target", "recipe", "set of answers"
+MadeOf = dict[str, str]  # what must be the same for a training to go on, under these names
+SETTINGS_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -64,9 +74,9 @@ class Recipe:
         heats = [self.temperatures] if isinstance(self.temperatures, int | float) else self.temperatures
         object.__setattr__(self, "prompts", tuple(map(str, prompts)))
         object.__setattr__(self, "temperatures", tuple(heats))
-        for field in fields(self):
-            if field.name in RANGES:
-                refuse_outside(field.name, str(field.type), getattr(self, field.name))
+        for setting in fields(self):
+            if setting.name in RANGES:
+                refuse_outside(setting.name, str(setting.type), getattr(self, setting.name))
         if self.steps is not None and self.minutes is not None:
             raise UsageError("steps and minutes exclude each other: give one of them")
         if self.max_new_tokens >= self.max_length:
@@ -118,9 +128,6 @@ def refuse_outside(name: str, kind: str, value: Any) -> None:
         raise UsageError(f"{name} must be {what} between {low:g} and {high:g}, not {value!r}")
 
 
-LOSSES = ("kl", "reverse", "tv", "top")
-
-
 def loss_terms(text: str) -> dict[str, float]:
     """Weights of a loss.
 
@@ -146,3 +153,78 @@ def digest(*parts: str | bytes) -> str:
         data = part.encode() if isinstance(part, str) else part
         total.update(len(data).to_bytes(8, "little") + data)
     return total.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training's state in one file, replaced as a whole: a killed run leaves the last good one."""
+
+    file: Path
+    made_of: MadeOf
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # as people read it
+
+    def write(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        from safetensors.torch import save_file
+
+        kept = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        metadata = {"state": state, "made_of": self.made_of, "recipe": self.recipe}
+        with writing("the checkpoint", self.file.parent, ANOTHER_OUT):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.file) as partial:
+                save_file(kept, partial, metadata={name: json.dumps(value) for name, value in metadata.items()})
+
+    def check(self) -> None:
+        """Refuses, before any work, to go on with a training that was made of something else."""
+        if self.file.exists():
+            with self._opened():
+                pass
+
+    def refuse_other(self, made_of: MadeOf, recipe: Mapping[str, Any], file: Path) -> None:
+        """Refuses what a file holds if it was made of something else than this training."""
+        for name, value in self.made_of.items():
+            if made_of.get(name) != value:
+                raise UsageError(
+                    f"{file.parent} holds a training with another {name}{self.differing(name, recipe)}: choose "
+                    f"another --out, or remove {file.name} there to start anew"
+                )
+
+    def differing(self, name: str, recipe: Mapping[str, Any]) -> str:
+        """The settings that make the difference, as far as they are known."""
+        said = [
+            f"{setting} {as_text(recipe[setting])} there, {as_text(here)} here"
+            for setting, here in self.recipe.items()
+            if name == (ANSWERS if setting in OF_TEXTS else RECIPE) and recipe.get(setting, here) != here
+        ]
+        return f" ({'; '.join(said[:SETTINGS_NAMED])})" if said else ""
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The state that was written last; None where a training starts anew."""
+        if not self.file.exists():
+            return None
+        with self._opened() as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}, json.loads(stored.metadata()["state"])  # noqa: SIM118
+
+    def remove(self) -> None:
+        """Leaves nothing of a training, nor the halves of files that killed runs began to write."""
+        for file in (self.file, *self.file.parent.glob(".*.partial")):
+            file.unlink(missing_ok=True)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.file, framework="pt") as stored:
+                kept = {name: json.loads(text) for name, text in stored.metadata().items()}
+                self.refuse_other(kept["made_of"], kept.get("recipe", {}), self.file)
+                yield stored
+        except UsageError:
+            raise
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"the checkpoint {self.file} cannot be read ({one_line(error)}): remove it") from error
+
+
+def as_text(value: Any) -> str:
+    if value in (None, []):
+        return "none"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

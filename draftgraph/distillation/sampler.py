@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from draftgraph.distillation.faults import naming_batch_size
-from draftgraph.distillation.rowattention import NAME
-from draftgraph.distillation.rowcache import RowCache, Rows
+from draftgraph.distillation.progress import out_of_memory_means
 from draftgraph.engine.attention import graph_masks, layer_kinds
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.selfcheck import checked_engine
-from draftgraph.notices import notice
+from draftgraph.notices import Report, notice
 
-Report = Callable[[float], None]
 Noise = Callable[[int, int], Tensor]  # row, position of the token being chosen -> Gumbel noise [vocabulary]
 
 MOST_ROWS = 4096
@@ -29,6 +33,8 @@ MEMORY_SHARE = 0.35  # of what is free on a GPU, for keys and values
 CPU_MEMORY = 1 << 30
 LOOK_EVERY = 16  # steps between two looks at what has finished: each waits for the device
 ROUND = 64
+NAME = "draftgraph_rows"  # of the attention
+ADDITIONS = ("softcap", "s_aux", "sliding_window", "position_bias")  # what the kernel does not know
 
 
 @dataclass
@@ -84,7 +90,9 @@ class Sampler:
         generator = torch.Generator(self.device).manual_seed(seed)
         done = 0
         for rows in self.batches([len(prompt) for prompt in prompts], max_new_tokens):
-            with self._loan, naming_batch_size(len(rows)):
+            advice = f"try --batch-size {len(rows) // 2}" if len(rows) > 1 else "one text at a time does not fit"
+            shortage = out_of_memory_means(f"{len(rows)} texts at once: {advice}; what was done is kept")
+            with self._loan, shortage:
                 batch = self._prefilled([prompts[row] for row in rows], [heat[row] for row in rows], max_new_tokens)
                 batch.index = rows
                 with by_rows(self.model):
@@ -238,3 +246,128 @@ def by_rows(model: Any) -> Iterator[None]:
     finally:
         for config in switched:
             config._attn_implementation_internal = "sdpa"
+
+
+@dataclass
+class Rows:
+    """What all layers of a cache share. They do not know the cache: a cycle would keep its memory from being freed."""
+
+    count: int
+    capacity: int
+    ragged: bool  # rows of different lengths: all slots are shown, and a mask tells them apart
+    length: int = 0  # of the text in every row, where they share one
+    reading: slice | None = None  # the rows whose prompts are being read
+    places: Tensor | None = None  # [rows] where decoding writes; None while prompts are read
+    index: Tensor | None = None  # [rows] 0, 1, 2, ...
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer. Reading a prompt fills rows from their start; decoding writes one slot of every row."""
+
+    is_sliding = False
+
+    def __init__(self, rows: Rows, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        self.rows = rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            states.new_zeros((self.rows.count, states.shape[1], self.rows.capacity, states.shape[3]))
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        (keys, values), rows = self.slots, self.rows
+        if rows.places is None:
+            keys[rows.reading, :, : key_states.shape[2]] = key_states
+            values[rows.reading, :, : key_states.shape[2]] = value_states
+            return key_states, value_states
+        keys[rows.index, :, rows.places] = key_states[:, :, 0]
+        values[rows.index, :, rows.places] = value_states[:, :, 0]
+        end = rows.capacity if rows.ragged else rows.length + 1
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.rows.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.rows.length
+
+    def get_max_length(self) -> int:
+        return self.rows.capacity
+
+
+class RowCache(Cache):
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        super().__init__(layer_class_to_replicate=lambda: RowLayer(rows))  # type: ignore[arg-type]
+
+    def read_into(self, rows: slice) -> None:
+        self.rows.reading, self.rows.places, self.rows.length = rows, None, 0
+
+    def write_at(self, places: Tensor) -> None:
+        """From now on tokens are written at these places, which the caller moves on."""
+        self.rows.places = places
+        self.rows.index = torch.arange(self.rows.count, device=places.device)
+
+    def narrowed(self, kept: Tensor) -> RowCache:
+        """The rows at these indices alone; this cache is given up, layer by layer: two copies may not fit."""
+        other = RowCache(replace(self.rows, count=len(kept)))
+        for layer in cast(list[RowLayer], self.layers):
+            copy = RowLayer(other.rows)
+            if layer.is_initialized:
+                keys, values = layer.slots
+                copy.keys, copy.values = keys[kept], values[kept]
+                copy.dtype, copy.device, copy.is_initialized = layer.dtype, layer.device, True
+                layer.keys = layer.values = None
+            other.layers.append(copy)
+        return other
+
+
+def row_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """In place of `sdpa` while many texts are continued at once. `row_places` [rows]: where each text ends."""
+    rows, heads, length, size = query.shape
+    places, scale = kwargs.pop("row_places", None), kwargs.get("scaling")
+    if length > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    grouped = query.reshape(rows, key.shape[1], -1, size)
+    plain = not any(kwargs.get(name) for name in ADDITIONS) and size in (32, 64, 128) and value.shape == key.shape
+    if places is not None and plain and (kernel := rows_kernel()) is not None:
+        mixed = kernel(grouped, key, value, places, size**-0.5 if scale is None else scale)
+    else:
+        mixed = reference(grouped, key, value, attention_mask, scale)
+    return mixed.reshape(rows, 1, heads, -1), None
+
+
+def reference(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The heads of a group as queries of one head. # [rows, groups, heads of a group, size]"""
+    kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN would plan anew for every shape
+    with sdpa_kernel(kernels) if grouped.is_cuda else nullcontext():
+        return scaled_dot_product_attention(grouped, key, value, mask, scale=scale)
+
+
+AttentionInterface.register(NAME, row_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@cache
+def rows_kernel() -> Any:
+    """A kernel that reads of every row only what is written there; None where there is no Triton."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from draftgraph.distillation.sampler_kernel import attend
+    except ImportError:
+        return None
+    return attend

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.errors import LoadError, UsageError, one_line
-from draftgraph.files import replacing, writing
+from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.models.faults import quiet_transformers
 
 FORMAT = 1
@@ -22,7 +22,6 @@ SCALE = ".scale"
 MARKED_ROWS, MARKED_COLUMNS = 64, 16
 TOLERANCE = 0.2  # of its numbers: a target in four bits is still itself
 UNKEPT = ("_name_or_path", "quantization_config")  # where the target was, and how it was packed there
-ELSEWHERE = "give --out a folder"
 
 
 def text_config(config: Any) -> Any:
@@ -182,7 +181,7 @@ def save_draft(student: Any, target: Any, folder: Path, bits: int = 16) -> None:
     tensors["target_mark"] = mark_of(target)
     config = {name: value for name, value in student.config.to_dict().items() if name not in UNKEPT}
     config[SECTION] = {"format": FORMAT, "bits": bits, "target": name_of(target)}
-    with writing("the draft", folder, ELSEWHERE):
+    with writing("the draft", folder, ANOTHER_OUT):
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as file:
             save_file(tensors, file, metadata={"format": "pt"})
@@ -269,6 +268,6 @@ def save_plain(student: Any, target: Any, tokenizer: Any, folder: Path) -> None:
     own, given = own_weights(student), target.state_dict()
     plain.load_state_dict({name: own[name] if name in own else given[name] for name in plain.state_dict()})
     plain.generation_config = target.generation_config
-    with writing("the exported draft", folder, ELSEWHERE), quiet_transformers():
+    with writing("the exported draft", folder, ANOTHER_OUT), quiet_transformers():
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

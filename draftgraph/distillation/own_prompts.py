@@ -6,19 +6,26 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from draftgraph.distillation.prompt import Prompt
+from draftgraph.distillation.answers import AnswerStore
+from draftgraph.distillation.progress import Reporter
+from draftgraph.distillation.prompts import Prompt
+from draftgraph.distillation.sampler import Sampler
 from draftgraph.errors import UsageError, one_line
+from draftgraph.generation import context_window, stop_ids_of
 from draftgraph.notices import Report
 from draftgraph.text import HALF_A_CHARACTER
 
 SELF = "self"
+Continue = Callable[..., list[list[int]]]  # as `Sampler.continue_texts`
 MARKER = "draftgraph-marker"
 TEMPERATURES = (0.7, 0.8, 0.9, 1.0)  # hotter, small targets rave, and half of the turns do not end
 SAME = 40  # characters, lower-cased, that make two prompts alike
 LEAST_YIELD = 0.05  # a round that keeps less says that the target has begun to repeat itself
 EXPECTED_YIELD = 0.8  # of the first round
+TURN_TOKENS = 384  # of a prompt that the target writes, at most
 SMALLEST_ROUND, LARGEST_ROUND = 16, 2048  # turns: what is repeated at most where a run was killed
 
 OPENINGS = (
@@ -93,20 +100,6 @@ OPENINGS = (
 )
 
 
-class Continues(Protocol):
-    """What is asked of a sampler here."""
-
-    def continue_texts(
-        self,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        temperature: list[float],
-        seed: int,
-        *,
-        report: Callable[[float], None] | None = None,
-    ) -> list[list[int]]: ...
-
-
 def opening_of_user_turn(tokenizer: Any) -> list[int]:
     """The chat template's tokens up to where the user's text begins, a default system prompt included."""
     return _tokens(tokenizer, _around_user_text(tokenizer)[0])
@@ -136,13 +129,13 @@ class Written:
 
 
 def write_prompts(
-    sampler: Continues, tokenizer: Any, count: int, seed: int, max_tokens: int = 384, report: Report | None = None
+    continue_texts: Continue, tokenizer: Any, count: int, seed: int, max_tokens: int = 384, report: Report | None = None
 ) -> Written:
     """User turns sampled from the target, no two alike; half of them begin with words that ask for breadth.
 
     Only turns that ended by themselves within `max_tokens` are kept. There may be fewer than `count`, from a target
-    that repeats itself. The sampler has to stop at `end_of_user_turn`. It is asked in rounds, and as long as they are
-    the largest, a greater `count` has the rounds of a smaller one.
+    that repeats itself. `continue_texts`, of a sampler that stops at `end_of_user_turn`, is called in rounds; while
+    they are the largest, a greater `count` has the rounds of a smaller one.
     """
     draw = random.Random(seed)
     opening, end = opening_of_user_turn(tokenizer), end_of_user_turn(tokenizer)
@@ -153,7 +146,7 @@ def write_prompts(
         size = min(LARGEST_ROUND, max(SMALLEST_ROUND, int((count - len(kept)) / share)))
         words = [draw.choice(OPENINGS) if row % 2 else "" for row in range(size)]
         begun = {word: _tokens(tokenizer, word) if word else [] for word in set(words)}
-        turns = sampler.continue_texts(
+        turns = continue_texts(
             [opening + begun[word] for word in words],
             max_tokens,
             [draw.choice(TEMPERATURES) for _ in words],
@@ -215,3 +208,30 @@ def _within(report: Report | None, before: int, expected: float, count: int) -> 
     if report is None:
         return None
     return lambda done: report(min(1.0, (before + done * expected) / count))
+
+
+def own_prompts(
+    count: int, seed: int, model: Any, tokenizer: Any, store: AnswerStore, report: Reporter, batch_size: int | None
+) -> Written:
+    """What the target itself would ask."""
+    ends = stop_ids_of(model) | {end_of_user_turn(tokenizer)}
+    longest = longest_turn(model, tokenizer)
+    report.begin("the target writes prompts")
+
+    def progress(done: float) -> None:
+        report.live(f"the target writes prompts: {done:.0%}")
+
+    rounds = partial(store.continued, "prompts", Sampler(model, ends, batch_size))  # those of a killed run are kept
+    return write_prompts(rounds, tokenizer, count, seed, longest, progress)
+
+
+def longest_turn(model: Any, tokenizer: Any) -> int:
+    """Tokens that the target may write behind the longest opening of a turn."""
+    window = context_window(model)
+    if window is None:
+        return TURN_TOKENS
+    words = max(len(row) for row in tokenizer(list(OPENINGS), add_special_tokens=False)["input_ids"])
+    room = window - len(opening_of_user_turn(tokenizer)) - words
+    if room < 1:
+        raise UsageError(f"the target's context window of {window} is too short to write prompts in: give --prompts")
+    return min(TURN_TOKENS, room)

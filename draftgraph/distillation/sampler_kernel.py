@@ -1,4 +1,4 @@
-"""The Triton kernel behind `rowattention`: one program for the heads of a group in one row, softmax on the way."""
+"""The Triton kernel behind `sampler.row_attention`: a program takes the heads of a group in one row."""
 
 from __future__ import annotations
 

@@ -1,0 +1,365 @@
+"""Prompts about real Python functions: read from source that may be used, without importing it.
+
+A function is asked about in several ways: to complete it, to explain it, to test it, to find what is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from draftgraph.garbage import without_garbage_collection
+
+SHORTEST_DOCSTRING, LONGEST_DOCSTRING = 60, 1200  # characters
+LONGEST_BODY = 40  # lines
+REQUESTS_PER_FUNCTION = 3
+VERBS = re.compile(
+    "(add|adjust|append|apply|build|calculate|call|change|check|clear|close|collect|combine|compare|compute|"
+    "concatenate|connect|construct|convert|copy|count|create|decode|delete|determine|divide|draw|emit|encode|"
+    "ensure|evaluate|execute|expand|extract|fetch|fill|find|format|generate|get|give|handle|insert|iterate|join|"
+    "load|log|make|map|mark|merge|move|multiply|normalize|open|parse|plot|print|produce|provide|push|put|raise|"
+    "read|reduce|register|release|remove|render|replace|report|reset|resolve|retrieve|return|run|save|search|"
+    "select|send|set|show|simplify|sort|split|start|stop|store|subtract|take|transform|translate|try|turn|update|"
+    "use|validate|verify|wait|wrap|write|yield)(e?s)?"
+)
+COMPLETE, DESCRIBE, DOCUMENT, REPAIR = "complete", "describe", "document", "repair"
+WEIGHTS = {COMPLETE: 9, DESCRIBE: 4, "explain": 3, DOCUMENT: 1.5, "test": 1.5, "improve": 2, REPAIR: 1}
+
+WORDINGS: dict[str, tuple[str, ...]] = {
+    COMPLETE: (
+        "",
+        "",
+        "Complete this {function}:",
+        "Complete the following Python code.",
+        "Implement this {function}. Reply with code only.",
+        "Fill in the body of this {function}.",
+        "Finish the {function} `{name}` so that it does what its docstring says.",
+        "Here are the signature and docstring of a {function}. Please write the rest.",
+        "Can you implement `{name}` for me?",
+        "Write the body of `{name}` and explain your solution in a sentence or two.",
+        "Please provide a working Python implementation:",
+    ),
+    DESCRIBE: (
+        "Write a Python {function} that {does}.",
+        "I need a Python {function} that {does}.",
+        "How can I write a {function} in Python that {does}?",
+        "Write a {function} called `{name}` that {does}.",
+        "Implement `{header}` in Python. What it should do: {summary}",
+        "Python: {summary} How would you code this?",
+        "Show me how to write a {function} named `{name}`. {summary} Add a short example of its use.",
+        "Task: {summary}\nLanguage: Python\nSignature: `{header}`",
+    ),
+    "explain": (
+        "Explain what this {function} does.",
+        "What does this code do?",
+        "Walk me through `{name}` line by line.",
+        "Explain this Python code to a beginner.",
+        "What does `{name}` return, and when would I use it?",
+        "I found this in a code base. What is it for?",
+        "What is the time complexity of this {function}?",
+        "Describe in one sentence what `{name}` does.",
+    ),
+    DOCUMENT: (
+        "Add a docstring to this {function}.",
+        "Write documentation for `{name}`.",
+        "Please add comments and a docstring to this code.",
+        "Add type hints to this {function}.",
+    ),
+    "test": (
+        "Write unit tests for this {function} with pytest.",
+        "What test cases would you write for `{name}`?",
+        "Write a few assert statements that check `{name}`.",
+        "Which edge cases should I test here?",
+    ),
+    "improve": (
+        "Refactor this {function} to make it easier to read.",
+        "Review this code and suggest improvements.",
+        "Can this {function} be made faster?",
+        "Rewrite `{name}` in JavaScript.",
+        "Translate this {function} to Java.",
+        "Simplify this code.",
+        "Add error handling to `{name}`.",
+        "Give `{name}` a better name and tell me why it fits.",
+    ),
+    REPAIR: (
+        "Find the bug in this {function}.",
+        "This {function} does not work as expected. What is wrong with it?",
+        "`{name}` gives me wrong results. Can you fix it?",
+        "Is this code correct? If not, correct it.",
+        "Debug this:",
+    ),
+}
+SLIPS = (
+    (" == ", " != "),
+    (" < ", " > "),
+    (" > ", " >= "),
+    (" <= ", " < "),
+    (" + ", " - "),
+    (" - 1", " + 1"),
+    (" and ", " or "),
+    (" not ", " "),
+    ("True", "False"),
+    ("[0]", "[1]"),
+    (" is None", " is not None"),
+)
+PERMISSIVE = re.compile(r"MIT|BSD-[1-4]-Clause|0BSD|Apache-2\.0|PSF-2\.0|Python-2\.0|ISC|Unlicense|CC0-1\.0")
+PERMISSIVE_CLASSIFIERS = {
+    "License :: CC0 1.0 Universal (CC0 1.0) Public Domain Dedication",
+    "License :: OSI Approved :: Apache Software License",
+    "License :: OSI Approved :: BSD License",
+    "License :: OSI Approved :: ISC License (ISCL)",
+    "License :: OSI Approved :: MIT License",
+    "License :: OSI Approved :: Python Software Foundation License",
+    "License :: OSI Approved :: The Unlicense (Unlicense)",
+    "License :: OSI Approved :: Zero-Clause BSD (0BSD)",
+}
+# What a package carries along from others may have another licence.
+CARRIED_ALONG = {"extern", "external", "externals", "third_party", "thirdparty", "vendor", "vendored"}
+TESTS = {"test", "tests", "idle_test", "conftest.py"}
+NOT_OF_THE_LIBRARY = {"site-packages", "dist-packages", "lib-dynload"}
+
+
+def python_prompts(limit: int | None, seed: int) -> list[str]:
+    """Requests to complete, explain, test or repair functions of the standard library and of installed packages.
+
+    Every function is asked about once before any is asked about again, in another way.
+    """
+    draw = random.Random(seed)
+    files = source_files()
+    draw.shuffle(files)
+    seen: set[tuple[str, str]] = set()
+    asked: list[tuple[Function, list[str]]] = []
+    with without_garbage_collection():  # syntax trees hold no cycles, and looking for some takes half of the time
+        for file in files:
+            if limit is not None and len(asked) >= limit:
+                break
+            for function in functions_in(file):
+                if function.key not in seen:
+                    seen.add(function.key)
+                    asked.append((function, requests_in_drawn_order(draw)))
+    turns = ((function, order[turn]) for turn in range(REQUESTS_PER_FUNCTION) for function, order in asked)
+    different: dict[str, None] = {}
+    for function, request in turns:
+        if len(different) == limit:
+            break
+        different[ask(request, function, draw)] = None
+    texts = list(different)
+    draw.shuffle(texts)
+    return texts
+
+
+def functions_in(file: Path) -> Iterator[Function]:
+    """Documented functions of a module and methods of its classes, short enough to ask about."""
+    try:
+        source = file.read_text(encoding="utf-8").replace("\r\n", "\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes in other people's strings
+            module = ast.parse(source)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return
+    lines = source.split("\n")
+    imports = _imports(module)
+    for node in module.body:
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        for member in members:
+            if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+                owner = node.name if isinstance(node, ast.ClassDef) and not _is_static(member) else None
+                if function := _function(member, owner, lines, imports):
+                    yield function
+
+
+def _function(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str | None, lines: list[str], imports: dict[str, str]
+) -> Function | None:
+    documentation = ast.get_docstring(node)
+    if documentation is None or not SHORTEST_DOCSTRING <= len(documentation) <= LONGEST_DOCSTRING:
+        return None
+    start, inside, end = node.body[0].lineno, node.body[0].end_lineno or 0, node.end_lineno or 0
+    if end - inside > LONGEST_BODY or start == node.lineno or all(_is_stub(statement) for statement in node.body[1:]):
+        return None
+    node.decorator_list = []
+    names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    return Function(
+        name=node.name,
+        owner=owner,
+        signature=_dedented(lines[node.lineno - 1 : start - 1], node.col_offset),
+        docstring=_dedented(lines[start - 1 : inside], node.col_offset),
+        body=_dedented(lines[inside:end], node.col_offset),
+        documentation=documentation,
+        imports=tuple(dict.fromkeys(line for name, line in imports.items() if name in names)),
+    )
+
+
+def _is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in node.decorator_list)
+
+
+def _is_stub(statement: ast.stmt) -> bool:
+    """Nothing to explain or to complete: `pass`, `...`, `raise NotImplementedError`."""
+    if isinstance(statement, ast.Raise):
+        return "NotImplementedError" in ast.dump(statement)
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+def _imports(module: ast.Module) -> dict[str, str]:
+    """For each name that the module imports, the line that does; relative imports mean nothing elsewhere."""
+    found = {}
+    for node in module.body:
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.level == 0):
+            start = f"from {node.module} import " if isinstance(node, ast.ImportFrom) else "import "
+            for name in node.names:
+                bound = name.asname or name.name.split(".")[0]
+                found[bound] = start + name.name + (f" as {name.asname}" if name.asname else "")
+    return found
+
+
+def _dedented(lines: list[str], columns: int) -> str:
+    return "\n".join(line[columns:] if not line[:columns].strip() else line for line in lines)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A documented function as it stands in its source, without decorators, at the left margin."""
+
+    name: str
+    owner: str | None  # the class, for a method
+    signature: str
+    docstring: str
+    body: str
+    documentation: str  # the docstring's text
+    imports: tuple[str, ...]  # those that it uses
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.documentation.split("\n", 1)[0]
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the docstring, on one line."""
+        paragraph = " ".join(self.documentation.split("\n\n", 1)[0].split())
+        sentence = re.split(r"(?<=[.!?])\s", paragraph, maxsplit=1)[0].replace("``", "`")
+        return sentence if sentence.endswith((".", "!", "?")) else sentence.rstrip(":;,") + "."
+
+    @property
+    def does(self) -> str:
+        """What follows "a function that": `returns the sum` for `Return the sum.`; nothing where no verb leads."""
+        first, _, rest = self.summary.rstrip(".").partition(" ")
+        verb = VERBS.fullmatch(first.lower())
+        if verb is None or not 25 <= len(self.summary) <= 300:
+            return ""
+        if verb[2]:
+            return f"{verb[0]} {rest}"
+        if re.search("[^aeiou]y$", verb[1]):
+            return f"{verb[1][:-1]}ies {rest}"
+        return f"{verb[1]}{'es' if verb[1].endswith(('ch', 'sh', 'ss', 'x')) else 's'} {rest}"
+
+
+def requests_in_drawn_order(draw: random.Random) -> list[str]:
+    """All sorts of requests, the weightier ones earlier more often (Efraimidis and Spirakis, 2006)."""
+    return sorted(WEIGHTS, key=lambda request: -(draw.random() ** (1 / WEIGHTS[request])))
+
+
+def ask(request: str, function: Function, draw: random.Random) -> str:
+    """One prompt of this sort about this function."""
+    if request == DESCRIBE and not function.does:
+        request = COMPLETE
+    sort = "method" if function.owner else "function"
+    wording = draw.choice(WORDINGS[request]).format(
+        name=function.name,
+        function=f"method for a class `{function.owner}`" if function.owner and request == DESCRIBE else sort,
+        header=" ".join(function.signature.split()).rstrip(":"),
+        summary=function.summary,
+        does=function.does,
+    )
+    if request == DESCRIBE:
+        return wording
+    code = _code(request, function, draw)
+    if not wording:
+        return code
+    shown = draw.choice(("```python\n{}\n```", "```python\n{}\n```", "```\n{}\n```", "{}")).replace("{}", code)
+    return "\n\n".join((shown, wording) if draw.random() < 0.25 and wording[-1] != ":" else (wording, shown))
+
+
+def _code(request: str, function: Function, draw: random.Random) -> str:
+    docstring = function.docstring if draw.random() < 0.5 else _without_examples(function.docstring)
+    if request == COMPLETE:
+        parts = [function.signature, docstring]
+    elif request == DOCUMENT or (request != REPAIR and draw.random() < 0.5):
+        parts = [function.signature, function.body]
+    else:
+        body = _with_a_slip(function.body, draw) if request == REPAIR else function.body
+        parts = [function.signature, docstring, body]
+    code = "\n".join(part.strip("\n") for part in parts)
+    if function.owner:
+        code = f"class {function.owner}:\n" + textwrap.indent(code, "    ")
+    if function.imports and draw.random() < 0.4:
+        code = "\n".join(function.imports) + "\n\n\n" + code
+    return code
+
+
+def _without_examples(docstring: str) -> str:
+    """The docstring without its doctests, nor the heading that announced them."""
+    kept: list[str] = []
+    in_example = False
+    *lines, last = docstring.split("\n")
+    for line in lines:
+        in_example = line.lstrip().startswith(">>>") or (in_example and bool(line.strip()))
+        if in_example:
+            while kept and re.fullmatch(r"\s*(?:(?:for )?examples?:{0,2}|[-=~]*)", kept[-1], re.IGNORECASE):
+                kept.pop()
+        else:
+            kept.append(line)
+    if last.lstrip().startswith(">>>") or in_example:
+        last = last[: len(last) - len(last.lstrip())] + docstring[-3:]
+    return "\n".join([*kept, last])
+
+
+def _with_a_slip(body: str, draw: random.Random) -> str:
+    """The body with one small thing wrong, where there is something to get wrong."""
+    slips = [(place.start(), right, wrong) for right, wrong in SLIPS for place in re.finditer(re.escape(right), body)]
+    if not slips:
+        return body
+    start, right, wrong = draw.choice(slips)
+    return body[:start] + wrong + body[start + len(right) :]
+
+
+def source_files() -> list[Path]:
+    """Public modules of the standard library and of permissively licensed packages, in an order of their own."""
+    library = Path(sysconfig.get_path("stdlib"))
+    found: dict[tuple[str, str], Path] = {}
+    for file in library.rglob("*.py"):
+        parts = file.relative_to(library).parts
+        if parts[0] not in NOT_OF_THE_LIBRARY and is_public(parts):
+            found["", "/".join(parts)] = file
+    for package in metadata.distributions():
+        described = package.metadata  # parsed anew at each access
+        if is_permissive(described):
+            for path in package.files or []:
+                if path.suffix == ".py" and is_public(path.parts):
+                    found.setdefault((described["Name"], "/".join(path.parts)), Path(str(package.locate_file(path))))
+    return [found[name] for name in sorted(found)]
+
+
+def is_permissive(described: metadata.PackageMetadata) -> bool:
+    """Whether every licence that the package names is a permissive one; what names none is not."""
+    if expressions := described.get_all("License-Expression"):
+        named = re.sub(r"\b(?:AND|OR)\b|[()]", " ", " ".join(expressions)).split()
+        return bool(named) and all(PERMISSIVE.fullmatch(licence) for licence in named)
+    classifiers = {line for line in described.get_all("Classifier") or [] if line.startswith("License ::")}
+    return bool(classifiers) and classifiers <= PERMISSIVE_CLASSIFIERS
+
+
+def is_public(parts: tuple[str, ...]) -> bool:
+    private = any(part.startswith(("_", ".")) and part != "__init__.py" for part in parts)
+    test = parts[-1].startswith("test_") or parts[-1].endswith(("_test.py", "_tests.py")) or not TESTS.isdisjoint(parts)
+    return not private and not test and CARRIED_ALONG.isdisjoint(parts)
