@@ -9,6 +9,10 @@ from contextlib import contextmanager
 Report = Callable[[float], None]  # takes the share that is done, 0 to 1
 
 
+def silent(*_: object) -> None:
+    """A report of progress that is not shown."""
+
+
 def notice(line: str) -> None:
     """Tells the user something that needs no answer."""
     print(f"draftgraph: {line}", file=sys.stderr, flush=True)

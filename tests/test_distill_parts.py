@@ -28,7 +28,7 @@ from draftgraph.distillation.answers import (
     frequent_tokens,
     learnt_places,
     mark_of_weights,
-    parted,
+    split_held_out,
 )
 from draftgraph.distillation.recipe import LOSSES, Checkpoint, Recipe, loss_terms
 from draftgraph.distillation.training import (
@@ -162,11 +162,11 @@ def test_the_reduced_vocabulary_has_frequent_tokens_and_always_the_stops() -> No
 
 def test_no_answer_to_a_held_out_prompt_is_learnt_from() -> None:
     texts = [text_of(row, 7, prompt=1, temperature=heat) for row in range(40) for heat in (1.0, 0.0)]
-    learnt, held_out = parted(texts)
+    learnt, held_out = split_held_out(texts)
     assert len(held_out) == 4 and all(text.temperature == 0 for text in held_out) and len(learnt) == 72
     assert not {text.tokens[0] for text in learnt} & {text.tokens[0] for text in held_out}
     with pytest.raises(UsageError, match="give more prompts"):
-        parted(texts[:2])
+        split_held_out(texts[:2])
     assert digest_of(texts) != digest_of(texts[1:]) != digest_of([text_of(1, 7, prompt=2), *texts[2:]])
 
 

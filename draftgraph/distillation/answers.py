@@ -1,4 +1,4 @@
-"""The target's answers: asked for in large batches, stored, parted into what is learnt and held out, and batched."""
+"""The target's answers: asked for in large batches, stored, some of them held out, and put into batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftgraph.distillation.sampler import Sampler
 from draftgraph.errors import UsageError, one_line
 from draftgraph.files import replacing, writing
 from draftgraph.graph import Ints
-from draftgraph.notices import Report, notice
+from draftgraph.notices import Report, notice, silent
 
 SHARD_ROWS = 4096
 MARKED_NUMBERS = 16  # of each weight of the target
@@ -50,7 +50,12 @@ class AnswerStore:
     target_mark: str  # of the model that answers
 
     def answer(
-        self, sampler: Sampler, questions: list[Text], max_new_tokens: int, seed: int, progress: Progress | None = None
+        self,
+        sampler: Sampler,
+        questions: list[Text],
+        max_new_tokens: int,
+        seed: int,
+        progress: Progress = silent,
     ) -> list[Text]:
         """Each question (a text that is all prompt) with the target's answer behind it."""
         order = sorted(range(len(questions)), key=lambda index: (len(questions[index].tokens), index))
@@ -58,17 +63,17 @@ class AnswerStore:
         speed = None
         for start in range(0, len(order), SHARD_ROWS):
             shard = [questions[index] for index in order[start : start + SHARD_ROWS]]
-            prompts, heat = [question.tokens.tolist() for question in shard], [one.temperature for one in shard]
+            prompts = [question.tokens.tolist() for question in shard]
+            temperatures = [question.temperature for question in shard]
             report = within_shard(progress, start, len(shard), len(order), speed)
             began = time.monotonic()
-            answers = self.continued("answers", sampler, prompts, max_new_tokens, heat, seed + start, report)
+            answers = self.continued("answers", sampler, prompts, max_new_tokens, temperatures, seed + start, report)
             speed = sum(map(len, answers)) / max(time.monotonic() - began, 1e-9)
             for question, answer in zip(shard, answers, strict=True):
                 if answer:
                     tokens = np.concatenate([question.tokens, np.array(answer, dtype=np.int32)])
                     texts.append(Text(tokens, len(question.tokens), question.kind, question.temperature))
-            if progress is not None:
-                progress(min(start + SHARD_ROWS, len(order)), len(order), speed)
+            progress(min(start + SHARD_ROWS, len(order)), len(order), speed)
         return texts
 
     def continued(
@@ -77,18 +82,18 @@ class AnswerStore:
         sampler: Sampler,
         prompts: list[list[int]],
         max_new_tokens: int,
-        heat: list[float],
+        temperatures: list[float],
         seed: int,
-        report: Report | None = None,
+        report: Report = silent,
     ) -> list[list[int]]:
         """What the target says behind each of these texts, asked once."""
         from safetensors.torch import save_file
 
-        key = digest(self.target_mark, repr((prompts, heat, max_new_tokens, seed, sorted(sampler.stop_ids))))
+        key = digest(self.target_mark, repr((prompts, temperatures, max_new_tokens, seed, sorted(sampler.stop_ids))))
         file = self.folder / f"{what}-{key}.safetensors"
         rows = read_rows(file)
         if rows is None:
-            rows = sampler.continue_texts(prompts, max_new_tokens, heat, seed, report=report)
+            rows = sampler.continue_texts(prompts, max_new_tokens, temperatures, seed, report=report)
             flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
             lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
             with writing(f"the target's {what}", self.folder, ANOTHER_ANSWERS):
@@ -98,10 +103,8 @@ class AnswerStore:
         return rows
 
 
-def within_shard(progress: Progress | None, start: int, rows: int, total: int, speed: float | None) -> Report | None:
+def within_shard(progress: Progress, start: int, rows: int, total: int, speed: float | None) -> Report:
     """Progress of one shard as that of all answers."""
-    if progress is None:
-        return None
     return lambda done: progress(start + round(done * rows), total, speed)
 
 
@@ -148,12 +151,12 @@ def questions_of(prompts: list[Prompt], tokenizer: Any, temperatures: tuple[floa
         if len(row) > longest:  # the middle goes: a request stands before a text or behind it
             row = row[: longest // 2] + row[len(row) - (longest - longest // 2) :]
         tokens = np.array(row, dtype=np.int32)
-        questions += [Text(tokens, len(tokens), prompt.kind, heat) for heat in temperatures]
+        questions += [Text(tokens, len(tokens), prompt.kind, one) for one in temperatures]
     return questions
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Texts side by side, padded behind, and the positions whose next token is learnt."""
 
     tokens: Tensor  # [rows, length]
@@ -168,10 +171,10 @@ def padded(texts: list[Text]) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def batch_of(texts: list[Text], places: list[Ints]) -> Batch:
+def batch_of(texts: list[Text], places: list[Ints]) -> TrainingBatch:
     tokens = padded(texts)
     flat = np.concatenate([row * tokens.shape[1] + one for row, one in enumerate(places)])
-    return Batch(tokens, torch.from_numpy(flat))
+    return TrainingBatch(tokens, torch.from_numpy(flat))
 
 
 def learnt_places(text: Text, prompt_share: float) -> Ints:
@@ -213,7 +216,7 @@ def frequent_tokens(texts: list[Text], size: int, vocabulary: int, always: froze
     return torch.from_numpy(np.sort(order[: max(size, len(always))]))
 
 
-def parted(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+def split_held_out(texts: list[Text]) -> tuple[list[Text], list[Text]]:
     """What is learnt from, and greedy answers to prompts that are not: every answer to one prompt is on one side."""
     names = [digest(text.tokens[: text.prompt_length].tobytes()) for text in texts]
     prompts = sorted(set(names))

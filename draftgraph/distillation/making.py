@@ -20,12 +20,12 @@ from draftgraph.distillation.answers import (
     digest_of,
     frequent_tokens,
     mark_of_weights,
-    parted,
     questions_of,
+    split_held_out,
 )
-from draftgraph.distillation.own_prompts import Written, own_prompts
+from draftgraph.distillation.own_prompts import WrittenPrompts, own_prompts
 from draftgraph.distillation.progress import Distilled, Reporter, Scores, amount, clock
-from draftgraph.distillation.prompts import Prompt, read_prompts, shuffled_once_each
+from draftgraph.distillation.prompts import Prompt, read_prompts, shuffled_unique
 from draftgraph.distillation.recipe import ANSWERS, RECIPE, TARGET, Checkpoint, Recipe
 from draftgraph.distillation.sampler import Sampler
 from draftgraph.distillation.training import Training, score
@@ -66,12 +66,12 @@ def make_draft(
     made_of = {TARGET: store.target_mark, RECIPE: recipe.fingerprint()}
     checkpoint = Checkpoint(folder / "checkpoint.safetensors", made_of, recipe.shown())
     checkpoint.check()
-    finished(folder, checkpoint, bits)
+    finished_figures(folder, checkpoint, bits)
 
     texts = target_answers(recipe, model, tokenizer, store, report, batch_size)
-    learnt, held_out = parted(texts)
+    learnt, held_out = split_held_out(texts)
     checkpoint = replace(checkpoint, made_of=made_of | {ANSWERS: digest_of(learnt)})
-    figures = finished(folder, checkpoint, bits)
+    figures = finished_figures(folder, checkpoint, bits)
     if figures is None:
         rows, stop_ids = len(model.get_output_embeddings().weight), stop_ids_of(model)
         lend_output_rows(student, model, frequent_tokens(texts, recipe.vocab_size, rows, stop_ids))
@@ -139,12 +139,12 @@ def gather_prompts(
         found = read_prompts(source, tokenizer, recipe.max_prompts, recipe.seed)
         report.say(f"{len(found):,} prompts from {source}")
         prompts += found
-    written = Written(recipe.prompts_to_write)
+    written = WrittenPrompts(recipe.prompts_to_write)
     if written.wanted:
         written = own_prompts(written.wanted, recipe.seed, model, tokenizer, store, report, batch_size)
         report.say(str(written))
         prompts += written.prompts
-    different = shuffled_once_each(prompts, recipe.seed)
+    different = shuffled_unique(prompts, recipe.seed)
     if len(different) < 2 and len(written.prompts) < written.wanted:
         raise UsageError(f"the target writes too few prompts itself ({written.why_not_more}): give --prompts FILE")
     if len(different) < 2:
@@ -152,7 +152,7 @@ def gather_prompts(
     return different
 
 
-def finished(folder: Path, checkpoint: Checkpoint, bits: int) -> dict[str, Any] | None:
+def finished_figures(folder: Path, checkpoint: Checkpoint, bits: int) -> dict[str, Any] | None:
     """The figures of a draft that was finished here; refused if it was made of something else."""
     file = folder / FIGURES
     if not file.exists():

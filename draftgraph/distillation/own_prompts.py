@@ -15,7 +15,7 @@ from draftgraph.distillation.prompts import Prompt
 from draftgraph.distillation.sampler import Sampler
 from draftgraph.errors import UsageError, one_line
 from draftgraph.generation import context_window, stop_ids_of
-from draftgraph.notices import Report
+from draftgraph.notices import Report, silent
 from draftgraph.text import HALF_A_CHARACTER
 
 SELF = "self"
@@ -111,7 +111,7 @@ def end_of_user_turn(tokenizer: Any) -> int:
 
 
 @dataclass
-class Written:
+class WrittenPrompts:
     """Prompts of a target, and why its other turns are none."""
 
     wanted: int
@@ -129,8 +129,13 @@ class Written:
 
 
 def write_prompts(
-    continue_texts: Continue, tokenizer: Any, count: int, seed: int, max_tokens: int = 384, report: Report | None = None
-) -> Written:
+    continue_texts: Continue,
+    tokenizer: Any,
+    count: int,
+    seed: int,
+    max_tokens: int = 384,
+    report: Report = silent,
+) -> WrittenPrompts:
     """User turns sampled from the target, no two alike; half of them begin with words that ask for breadth.
 
     Only turns that ended by themselves within `max_tokens` are kept. There may be fewer than `count`, from a target
@@ -141,7 +146,7 @@ def write_prompts(
     opening, end = opening_of_user_turn(tokenizer), end_of_user_turn(tokenizer)
     special = _special_tokens(tokenizer)
     kept: dict[str, Prompt] = {}
-    written, share = Written(count), EXPECTED_YIELD
+    written, share = WrittenPrompts(count), EXPECTED_YIELD
     while len(kept) < count and share >= LEAST_YIELD:
         size = min(LARGEST_ROUND, max(SMALLEST_ROUND, int((count - len(kept)) / share)))
         words = [draw.choice(OPENINGS) if row % 2 else "" for row in range(size)]
@@ -203,16 +208,14 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)).strip()
 
 
-def _within(report: Report | None, before: int, expected: float, count: int) -> Report | None:
+def _within(report: Report, before: int, expected: float, count: int) -> Report:
     """Progress of one round as a share of the whole, as far as one can tell beforehand."""
-    if report is None:
-        return None
     return lambda done: report(min(1.0, (before + done * expected) / count))
 
 
 def own_prompts(
     count: int, seed: int, model: Any, tokenizer: Any, store: AnswerStore, report: Reporter, batch_size: int | None
-) -> Written:
+) -> WrittenPrompts:
     """What the target itself would ask."""
     ends = stop_ids_of(model) | {end_of_user_turn(tokenizer)}
     longest = longest_turn(model, tokenizer)

@@ -30,8 +30,8 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a training stands."""
+class TrainingState:
+    """How far a training is, and how good."""
 
     step: int
     done: float  # share of the training
@@ -105,8 +105,8 @@ class Reporter:
         speed = "" if tokens_per_second is None else f" · {tokens_per_second:,.0f} tokens/s"
         self.live(f"answers: {done:,} of {total:,}{speed} · {clock(left)} left")
 
-    def training(self, moment: Moment) -> None:
-        self.live(f"training: {moment}")
+    def training(self, state: TrainingState) -> None:
+        self.live(f"training: {state}")
 
 
 def amount(number: int) -> str:

@@ -115,10 +115,10 @@ def read_prompts(source: str, tokenizer: Any, limit: int | None, seed: int) -> l
     prompts += requests_about(passages, seed, characters_per_token=characters_per_token(passages, tokenizer))
     if not prompts:
         raise UsageError(f"{source} holds no prompts: give a source that has some")
-    return shuffled_once_each(prompts, seed)[:limit]
+    return shuffled_unique(prompts, seed)[:limit]
 
 
-def shuffled_once_each(prompts: list[Prompt], seed: int) -> list[Prompt]:
+def shuffled_unique(prompts: list[Prompt], seed: int) -> list[Prompt]:
     """No two alike, in an order drawn by the seed."""
     different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())
     random.Random(seed).shuffle(different)

@@ -71,9 +71,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         prompts = [self.prompts] if isinstance(self.prompts, str | os.PathLike) else self.prompts
-        heats = [self.temperatures] if isinstance(self.temperatures, int | float) else self.temperatures
+        temperatures = [self.temperatures] if isinstance(self.temperatures, int | float) else self.temperatures
         object.__setattr__(self, "prompts", tuple(map(str, prompts)))
-        object.__setattr__(self, "temperatures", tuple(heats))
+        object.__setattr__(self, "temperatures", tuple(temperatures))
         for setting in fields(self):
             if setting.name in RANGES:
                 refuse_outside(setting.name, str(setting.type), getattr(self, setting.name))
@@ -83,7 +83,7 @@ class Recipe:
             raise UsageError(f"max_length must be over max_new_tokens ({self.max_new_tokens}), not {self.max_length}")
         if self.optimizer not in ("adamw", "muon"):
             raise UsageError(f"optimizer must be adamw or muon, not {self.optimizer!r}")
-        if not self.temperatures or not all(0 <= heat < math.inf for heat in self.temperatures):
+        if not self.temperatures or not all(0 <= one < math.inf for one in self.temperatures):
             raise UsageError(f"temperatures must be one or more numbers of at least 0, not {self.temperatures}")
         loss_terms(self.loss)
 

@@ -30,26 +30,27 @@ Noise = Callable[[int, int], Tensor]  # row, position of the token being chosen 
 MOST_ROWS = 4096
 PREFILL_TOKENS = 1 << 15
 MEMORY_SHARE = 0.35  # of what is free on a GPU, for keys and values
-CPU_MEMORY = 1 << 30
+CPU_BYTES = 1 << 30
 LOOK_EVERY = 16  # steps between two looks at what has finished: each waits for the device
 ROUND = 64
-NAME = "draftgraph_rows"  # of the attention
-ADDITIONS = ("softcap", "s_aux", "sliding_window", "position_bias")  # what the kernel does not know
+ATTENTION = "draftgraph_rows"  # of the attention
+NOT_IN_KERNEL = ("softcap", "s_aux", "sliding_window", "position_bias")  # what the kernel does not know
 
 
 @dataclass
-class Batch:
+class RowBatch:
     """Rows being continued, and where each stands."""
 
     cache: RowCache
     tokens: Tensor  # [rows] the last token of each, not yet read
     positions: Tensor  # [rows] its place
-    heat: Tensor  # [rows, 1] temperatures, 0: greedy
+    temperatures: Tensor  # [rows, 1], 0: greedy
     index: list[int]  # which prompt each row continues
 
-    def narrowed(self, kept: Tensor) -> Batch:
+    def narrowed(self, kept: Tensor) -> RowBatch:
         index = [self.index[row] for row in kept.tolist()]
-        return Batch(self.cache.narrowed(kept), self.tokens[kept], self.positions[kept], self.heat[kept], index)
+        tokens, positions, temperatures = (part[kept] for part in (self.tokens, self.positions, self.temperatures))
+        return RowBatch(self.cache.narrowed(kept), tokens, positions, temperatures, index)
 
 
 class Sampler:
@@ -85,7 +86,7 @@ class Sampler:
         report: Report | None = None,
     ) -> list[list[int]]:
         """New tokens for each prompt, in the order given, a final stop token included."""
-        heat = temperature if isinstance(temperature, list) else [temperature] * len(prompts)
+        temperatures = temperature if isinstance(temperature, list) else [temperature] * len(prompts)
         answers: list[list[int]] = [[] for _ in prompts]
         generator = torch.Generator(self.device).manual_seed(seed)
         done = 0
@@ -93,8 +94,7 @@ class Sampler:
             advice = f"try --batch-size {len(rows) // 2}" if len(rows) > 1 else "one text at a time does not fit"
             shortage = out_of_memory_means(f"{len(rows)} texts at once: {advice}; what was done is kept")
             with self._loan, shortage:
-                batch = self._prefilled([prompts[row] for row in rows], [heat[row] for row in rows], max_new_tokens)
-                batch.index = rows
+                batch = self._prefilled(prompts, temperatures, rows, max_new_tokens)
                 with by_rows(self.model):
                     self._decode(batch, answers, max_new_tokens, generator, noise)
             done += len(rows)
@@ -120,17 +120,13 @@ class Sampler:
         heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
         size = getattr(self._config, "head_dim", None) or self._config.hidden_size // self._config.num_attention_heads
         row = 2 * self._config.num_hidden_layers * heads * size * self.model.dtype.itemsize * rounded(length)
-        return max(1, min(MOST_ROWS, int(self._memory() // row)))
+        return max(1, min(MOST_ROWS, int(memory_for(self.device, MEMORY_SHARE, CPU_BYTES) // row)))
 
-    def _memory(self) -> float:
-        """Bytes for keys and values."""
-        if self.device.type != "cuda":
-            return CPU_MEMORY
-        torch.cuda.empty_cache()  # what other shapes needed
-        return MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0]
-
-    def _prefilled(self, prompts: list[list[int]], heat: list[float], new_tokens: int) -> Batch:
-        """Reads all but the last token of every prompt. Padding stands behind a text, where nothing sees it."""
+    def _prefilled(
+        self, texts: list[list[int]], temperatures: list[float], index: list[int], new_tokens: int
+    ) -> RowBatch:
+        """Reads all but the last token of the prompts at `index`. Padding stands behind them, unseen."""
+        prompts = [texts[row] for row in index]
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         longest = max(len(prompt) for prompt in prompts) - 1
         cache = RowCache(Rows(len(prompts), rounded(longest + 1 + new_tokens), self._ragged))
@@ -143,8 +139,8 @@ class Sampler:
                 positions = torch.arange(longest, device=self.device).expand(len(ids), -1)
                 self._forward(ids, positions, cache)
         last = torch.tensor([prompt[-1] for prompt in prompts], device=self.device)
-        heats = torch.tensor(heat, device=self.device, dtype=torch.float32)[:, None]
-        return Batch(cache, last, lengths - 1, heats, [])
+        heat = torch.tensor([temperatures[row] for row in index], device=self.device, dtype=torch.float32)
+        return RowBatch(cache, last, lengths - 1, heat[:, None], index)
 
     def _forward(self, ids: Tensor, positions: Tensor, cache: RowCache, mask: Any = None, **more: Any) -> Tensor:
         more |= {"position_ids": positions} if self._takes_positions else {}
@@ -152,7 +148,7 @@ class Sampler:
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **more, **self._keep)
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
-    def _step(self, batch: Batch) -> Tensor:
+    def _step(self, batch: RowBatch) -> Tensor:
         """Logits [rows, vocabulary] behind the last token of every row."""
         if not self._ragged:
             batch.cache.rows.length = int(batch.positions.max())
@@ -168,16 +164,16 @@ class Sampler:
         return self._forward(batch.tokens[:, None], batch.positions[:, None], batch.cache, mask, **places)
 
     def _decode(
-        self, batch: Batch, answers: list[list[int]], most: int, generator: torch.Generator, noise: Noise | None
+        self, batch: RowBatch, answers: list[list[int]], most: int, generator: torch.Generator, noise: Noise | None
     ) -> None:
         stops = torch.tensor(sorted(self.stop_ids), device=self.device)
         ended = torch.zeros(len(batch.tokens), dtype=torch.bool, device=self.device)
-        sampled = bool((batch.heat > 0).any())
+        sampled = bool((batch.temperatures > 0).any())
         step, chosen = self._captured(batch), []
         for number in range(1, most + 1):
             logits = step().float()
             if sampled:
-                logits = logits + batch.heat * self._noise(logits, batch, generator, noise)
+                logits = logits + batch.temperatures * self._noise(logits, batch, generator, noise)
             tokens = logits.argmax(dim=-1)
             chosen.append(torch.where(ended, -1, tokens))
             ended = ended | torch.isin(tokens, stops)
@@ -195,13 +191,13 @@ class Sampler:
                 batch, ended = batch.narrowed(going), ended[going]
                 step = self._captured(batch)
 
-    def _noise(self, logits: Tensor, batch: Batch, generator: torch.Generator, noise: Noise | None) -> Tensor:
+    def _noise(self, logits: Tensor, batch: RowBatch, generator: torch.Generator, noise: Noise | None) -> Tensor:
         if noise is None:
             return -torch.empty_like(logits).exponential_(generator=generator).log_()
         places = zip(batch.index, (batch.positions + 1).tolist(), strict=True)
         return torch.stack([noise(row, position).to(logits) for row, position in places])
 
-    def _captured(self, batch: Batch) -> Callable[[], Tensor]:
+    def _captured(self, batch: RowBatch) -> Callable[[], Tensor]:
         """The step as one CUDA graph where the model allows it: launching its kernels one by one takes far longer."""
         batch.cache.write_at(batch.positions)
         if not self._captures:
@@ -230,6 +226,14 @@ class Sampler:
         return replay
 
 
+def memory_for(device: torch.device, share: float, on_cpu: int) -> float:
+    """Bytes that may be allocated: this share of what is free on a GPU."""
+    if device.type != "cuda":
+        return on_cpu
+    torch.cuda.empty_cache()  # what other shapes needed
+    return share * torch.cuda.mem_get_info(device)[0]
+
+
 def rounded(length: int) -> int:
     return -(-length // ROUND) * ROUND
 
@@ -240,7 +244,7 @@ def by_rows(model: Any) -> Iterator[None]:
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     switched = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
     for config in switched:
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = ATTENTION
     try:
         yield
     finally:
@@ -250,7 +254,7 @@ def by_rows(model: Any) -> Iterator[None]:
 
 @dataclass
 class Rows:
-    """What all layers of a cache share. They do not know the cache: a cycle would keep its memory from being freed."""
+    """What all layers of a cache share. It does not refer to the cache: a cycle would delay the freeing of memory."""
 
     count: int
     capacity: int
@@ -307,6 +311,8 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
+    """Keys and values of many texts, a row each; a token's slot is its position."""
+
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         super().__init__(layer_class_to_replicate=lambda: RowLayer(rows))  # type: ignore[arg-type]
@@ -336,13 +342,16 @@ class RowCache(Cache):
 def row_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """In place of `sdpa` while many texts are continued at once. `row_places` [rows]: where each text ends."""
+    """In place of `sdpa` while many texts are continued at once. `row_places` [rows]: where each text ends.
+
+    One new token per row attends to that row's text: heads that share keys are taken together, and no key is copied.
+    """
     rows, heads, length, size = query.shape
     places, scale = kwargs.pop("row_places", None), kwargs.get("scaling")
     if length > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     grouped = query.reshape(rows, key.shape[1], -1, size)
-    plain = not any(kwargs.get(name) for name in ADDITIONS) and size in (32, 64, 128) and value.shape == key.shape
+    plain = not any(kwargs.get(name) for name in NOT_IN_KERNEL) and size in (32, 64, 128) and value.shape == key.shape
     if places is not None and plain and (kernel := rows_kernel()) is not None:
         mixed = kernel(grouped, key, value, places, size**-0.5 if scale is None else scale)
     else:
@@ -351,14 +360,14 @@ def row_attention(
 
 
 def reference(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """The heads of a group as queries of one head. # [rows, groups, heads of a group, size]"""
+    """Attention with the heads of a group as queries of one head: [rows, groups, heads of a group, size]."""
     kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN would plan anew for every shape
     with sdpa_kernel(kernels) if grouped.is_cuda else nullcontext():
         return scaled_dot_product_attention(grouped, key, value, mask, scale=scale)
 
 
-AttentionInterface.register(NAME, row_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(ATTENTION, row_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 @cache

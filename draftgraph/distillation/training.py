@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from draftgraph.distillation.answers import Text, batch_of, epoch_of, learnt_places, padded
-from draftgraph.distillation.progress import Moment, Scores, out_of_memory_means
+from draftgraph.distillation.progress import Scores, TrainingState, out_of_memory_means
 from draftgraph.distillation.recipe import Checkpoint, Recipe, loss_terms
+from draftgraph.distillation.sampler import memory_for
 from draftgraph.engine.loan import evaluating
 from draftgraph.errors import DraftGraphError
 from draftgraph.graph import Ints
@@ -45,7 +46,7 @@ class Training:
     held_out: list[Text]
     recipe: Recipe
     checkpoint: Checkpoint
-    show: Callable[[Moment], None] = lambda moment: None
+    show: Callable[[TrainingState], None] = lambda state: None
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,24 +72,28 @@ class Training:
         positions = np.array([len(places) for places in self.places])
         width = self.target.get_output_embeddings().weight.shape[1]
         self.memory = TargetMemory(positions, width, self.target.dtype, self.device)
-        with self.head, evaluating(self.target), self.saved_if_interrupted():
-            for rows in self.batches():
-                if self.done() >= 1:
-                    break
-                sums.append(self.learn(rows))
-                self.seconds = time.monotonic() - started
-                if self.step % LOOK_EVERY and self.done() < 1:
-                    continue
-                loss, agreement = self.mean(sums)
-                sums.clear()
-                if time.monotonic() - scored > SCORE_SECONDS:
-                    scores = score(self.student, self.held_out, self.recipe.batch_tokens)
-                    scored = time.monotonic()
-                    self.curve.append({"step": self.step, "seconds": self.seconds, "loss": loss} | scores.to_dict())
-                self.show(Moment(self.step, self.done(), self.seconds, loss, agreement, scores))
-                if time.monotonic() - saved > checkpoint_seconds:
-                    self.save()
-                    saved = time.monotonic()
+        try:
+            with self.head, evaluating(self.target):
+                for rows in self.batches():
+                    if self.done() >= 1:
+                        break
+                    sums.append(self.learn(rows))
+                    self.seconds = time.monotonic() - started
+                    if self.step % LOOK_EVERY and self.done() < 1:
+                        continue
+                    loss, agreement = self.mean(sums)
+                    sums.clear()
+                    if time.monotonic() - scored > SCORE_SECONDS:
+                        scores = score(self.student, self.held_out, self.recipe.batch_tokens)
+                        scored = time.monotonic()
+                        self.curve.append({"step": self.step, "seconds": self.seconds, "loss": loss} | scores.to_dict())
+                    self.show(TrainingState(self.step, self.done(), self.seconds, loss, agreement, scores))
+                    if time.monotonic() - saved > checkpoint_seconds:
+                        self.save()
+                        saved = time.monotonic()
+        except KeyboardInterrupt:
+            self.save()
+            raise
         self.save()
 
     def learn(self, rows: list[int]) -> Tensor:
@@ -156,14 +161,6 @@ class Training:
                 else:
                     yield rows
             epoch += 1
-
-    @contextmanager
-    def saved_if_interrupted(self) -> Iterator[None]:
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.save()
-            raise
 
     def save(self) -> None:
         tensors = {f"weight.{name}": parameter.detach() for name, parameter in self.parameters.items()}
@@ -319,7 +316,7 @@ class TargetMemory:
         self._starts = self._ends - positions
         self._known = np.zeros(len(positions), dtype=bool)
         total = int(self._ends[-1])
-        fits = total * width * dtype.itemsize <= room_on(device)
+        fits = total * width * dtype.itemsize <= memory_for(device, MEMORY_SHARE, CPU_BYTES)
         self._states = torch.empty((total, width), dtype=dtype, device=device) if fits else None
 
     def recall(self, rows: list[int]) -> Tensor | None:
@@ -344,13 +341,6 @@ class TargetMemory:
         assert self._states is not None
         index = np.concatenate([np.arange(self._starts[row], self._ends[row]) for row in rows])
         return torch.from_numpy(index).to(self._states.device, non_blocking=True)
-
-
-def room_on(device: torch.device) -> float:
-    if device.type != "cuda":
-        return CPU_BYTES
-    torch.cuda.empty_cache()
-    return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 def score(student: Any, texts: list[Text], batch_tokens: int = SCORED_TOKENS) -> Scores:

@@ -95,7 +95,7 @@ def bare_student(target: Any, config: Any, token_map: Tensor | None = None) -> A
 
 
 def view_of(module: nn.Module) -> nn.Module:
-    """The same weights in a module of their own, not to be trained: whoever freezes it leaves the original alone."""
+    """The same weights in a module of their own, not to be trained: freezing it leaves the original as it is."""
     view = copy.copy(module)
     parameters = module.named_parameters(recurse=False)
     view._parameters = {name: nn.Parameter(value.detach(), requires_grad=False) for name, value in parameters}

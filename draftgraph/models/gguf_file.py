@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # raise it when the files a conversion writes change: older copies are then made again
 MANIFEST = "manifest.json"
 HASHED_BELOW = 32 << 20  # larger files are checked by size and header: a start must not read all weights twice
-ALONE = "model.gguf"
+LINK = "model.gguf"
 SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 # llama.cpp splits numbers off before anything else for these values of tokenizer.ggml.pre; transformers does not.
@@ -164,13 +164,13 @@ class GGUFFile:
         """The model in float32 and its tokenizer, ready to be saved."""
         with quiet_transformers(), watch_gguf_tensors(lambda done: report(0.4 + 0.5 * done)):
             try:
-                with alone(self.path) as folder:
+                with isolated(self.path) as folder:
                     tokenizer = self._tokenizer(folder) if self.has_tokenizer else None
                     report(0.3)
                     model = self._model(folder)
             except Exception as error:
                 raise explain(error, str(self.path)) from error
-        self._say_where_to_stop(model, tokenizer)
+        self._set_stop_tokens(model, tokenizer)
         narrow_without_loss(model)
         return model, tokenizer
 
@@ -182,7 +182,7 @@ class GGUFFile:
         model: PreTrainedModel
         model, info = auto.from_pretrained(
             folder,
-            gguf_file=ALONE,
+            gguf_file=LINK,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
@@ -195,7 +195,7 @@ class GGUFFile:
         from tokenizers import pre_tokenizers
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=ALONE)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=LINK)
         for key in [key for key in tokenizer.init_kwargs if key.endswith("_token_id")]:
             del tokenizer.init_kwargs[key]
         for name, key in SPECIAL.items():  # transformers 5.17 takes bos for eos
@@ -212,7 +212,7 @@ class GGUFFile:
             tokenizer.model_max_length = tokenizer.init_kwargs["model_max_length"] = int(context)
         return tokenizer  # type: ignore[no-any-return]
 
-    def _say_where_to_stop(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def _set_stop_tokens(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         from transformers import GenerationConfig
 
         ends = [self.token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
@@ -227,10 +227,10 @@ class GGUFFile:
 
 
 @contextmanager
-def alone(gguf: Path) -> Iterator[str]:
+def isolated(gguf: Path) -> Iterator[str]:
     """A folder with this file only: transformers prefers a tokenizer.json that happens to lie beside it."""
     with TemporaryDirectory() as folder:
-        link = Path(folder) / ALONE
+        link = Path(folder) / LINK
         try:
             link.symlink_to(gguf.absolute())
         except OSError:  # Windows without the right to make links
