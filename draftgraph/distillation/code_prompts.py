@@ -10,11 +10,13 @@ import random
 import re
 import sysconfig
 import textwrap
+import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from draftgraph.garbage import without_garbage_collection
 
@@ -33,70 +35,6 @@ VERBS = re.compile(
 COMPLETE, DESCRIBE, DOCUMENT, REPAIR = "complete", "describe", "document", "repair"
 WEIGHTS = {COMPLETE: 9, DESCRIBE: 4, "explain": 3, DOCUMENT: 1.5, "test": 1.5, "improve": 2, REPAIR: 1}
 
-WORDINGS: dict[str, tuple[str, ...]] = {
-    COMPLETE: (
-        "",
-        "",
-        "Complete this {function}:",
-        "Complete the following Python code.",
-        "Implement this {function}. Reply with code only.",
-        "Fill in the body of this {function}.",
-        "Finish the {function} `{name}` so that it does what its docstring says.",
-        "Here are the signature and docstring of a {function}. Please write the rest.",
-        "Can you implement `{name}` for me?",
-        "Write the body of `{name}` and explain your solution in a sentence or two.",
-        "Please provide a working Python implementation:",
-    ),
-    DESCRIBE: (
-        "Write a Python {function} that {does}.",
-        "I need a Python {function} that {does}.",
-        "How can I write a {function} in Python that {does}?",
-        "Write a {function} called `{name}` that {does}.",
-        "Implement `{header}` in Python. What it should do: {summary}",
-        "Python: {summary} How would you code this?",
-        "Show me how to write a {function} named `{name}`. {summary} Add a short example of its use.",
-        "Task: {summary}\nLanguage: Python\nSignature: `{header}`",
-    ),
-    "explain": (
-        "Explain what this {function} does.",
-        "What does this code do?",
-        "Walk me through `{name}` line by line.",
-        "Explain this Python code to a beginner.",
-        "What does `{name}` return, and when would I use it?",
-        "I found this in a code base. What is it for?",
-        "What is the time complexity of this {function}?",
-        "Describe in one sentence what `{name}` does.",
-    ),
-    DOCUMENT: (
-        "Add a docstring to this {function}.",
-        "Write documentation for `{name}`.",
-        "Please add comments and a docstring to this code.",
-        "Add type hints to this {function}.",
-    ),
-    "test": (
-        "Write unit tests for this {function} with pytest.",
-        "What test cases would you write for `{name}`?",
-        "Write a few assert statements that check `{name}`.",
-        "Which edge cases should I test here?",
-    ),
-    "improve": (
-        "Refactor this {function} to make it easier to read.",
-        "Review this code and suggest improvements.",
-        "Can this {function} be made faster?",
-        "Rewrite `{name}` in JavaScript.",
-        "Translate this {function} to Java.",
-        "Simplify this code.",
-        "Add error handling to `{name}`.",
-        "Give `{name}` a better name and tell me why it fits.",
-    ),
-    REPAIR: (
-        "Find the bug in this {function}.",
-        "This {function} does not work as expected. What is wrong with it?",
-        "`{name}` gives me wrong results. Can you fix it?",
-        "Is this code correct? If not, correct it.",
-        "Debug this:",
-    ),
-}
 SLIPS = (
     (" == ", " != "),
     (" < ", " > "),
@@ -125,6 +63,14 @@ PERMISSIVE_CLASSIFIERS = {
 CARRIED_ALONG = {"extern", "external", "externals", "third_party", "thirdparty", "vendor", "vendored"}
 TESTS = {"test", "tests", "idle_test", "conftest.py"}
 NOT_OF_THE_LIBRARY = {"site-packages", "dist-packages", "lib-dynload"}
+
+
+def wordings(part: str) -> Any:
+    """A part of `wordings.toml`, by its name."""
+    return tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))[part]
+
+
+WORDINGS: dict[str, list[str]] = wordings("code")
 
 
 def python_prompts(limit: int | None, seed: int) -> list[str]:

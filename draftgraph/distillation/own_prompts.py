@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from draftgraph.distillation.answers import AnswerStore
+from draftgraph.distillation.code_prompts import wordings
 from draftgraph.distillation.progress import Reporter
 from draftgraph.distillation.prompts import Prompt
 from draftgraph.distillation.sampler import Sampler
@@ -28,76 +29,7 @@ EXPECTED_YIELD = 0.8  # of the first round
 TURN_TOKENS = 384  # of a prompt that the target writes, at most
 SMALLEST_ROUND, LARGEST_ROUND = 16, 2048  # turns: what is repeated at most where a run was killed
 
-OPENINGS = (
-    "Write a Python function",
-    "Write a program",
-    "Write a SQL query",
-    "```python\n",
-    "def ",
-    "Fix this code:\n\n",
-    "Explain this code:\n\n```",
-    "Write a poem about",
-    "Write a short story about",
-    "Write a song",
-    "Once upon a time",
-    "Write an email",
-    "Write a letter to",
-    "Write a review of",
-    "Write a speech",
-    "Write an essay on",
-    "Write a dialogue between",
-    "Imagine",
-    "You are a",
-    "Pretend to be",
-    "Act as",
-    "Explain",
-    "Describe",
-    "Compare",
-    "Define",
-    "What is the difference between",
-    "What are",
-    "What happens if",
-    "Why do",
-    "Why is",
-    "Who was",
-    "When did",
-    "Where can I",
-    "Which",
-    "How do I",
-    "How does",
-    "How many",
-    "How would you",
-    "Is it true that",
-    "Can you",
-    "Should I",
-    "Calculate",
-    "Solve",
-    "Prove that",
-    "If a train",
-    "A shop sells",
-    "Translate",
-    "How do you say",
-    "Correct the grammar:",
-    "Rewrite the following sentence",
-    "Summarize the following article:\n\n",
-    "Read the passage and answer the question.\n\n",
-    "Extract",
-    "Classify",
-    "Give me three",
-    "List",
-    "Name five",
-    "Suggest",
-    "Create a table",
-    "Plan",
-    "I need help with",
-    "I feel",
-    "My friend",
-    "Tell me a joke",
-    "Tell me about the history of",
-    "Recommend",
-    "Design",
-    "Generate",
-)
+OPENINGS: list[str] = wordings("openings")  # words with which half of the turns begin
 
 
 def opening_of_user_turn(tokenizer: Any) -> list[int]:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from draftgraph.distillation.code_prompts import python_prompts
+from draftgraph.distillation.code_prompts import python_prompts, wordings
 from draftgraph.errors import UsageError, one_line
 
 PASSAGE, CODE = "text", "code"  # kinds
@@ -25,64 +25,7 @@ SPREAD = 0.65  # of the logarithm of the length
 PIECE = 1500  # characters: a book is taken apart, so that all of it is used
 
 STORY = "story"
-REQUESTS: dict[str, tuple[str, ...]] = {
-    "summary": (
-        "Summarize {it} in one sentence.",
-        "Sum up {it} in a few words.",
-        "What are the key points of {it}? Use bullet points.",
-        "Write a short summary of {it}, three sentences at most.",
-        "I don't have time to read {it}. What do I need to know?",
-        "Give me the gist of {it}.",
-        "tl;dr of {it}?",
-        "Write a news brief of about 50 words based on {it}.",
-    ),
-    "question": (
-        "What is the main point of {it}?",
-        "Which people, places and organizations does {it} mention? List them.",
-        "Ask three questions that a reader of {it} should be able to answer, then answer them.",
-        "Is the tone of {it} positive, negative or neutral? Give reasons.",
-        "What does the author of {it} want the reader to believe?",
-        "Collect every number or date in {it} and say what each one refers to.",
-        "When and where does {it} take place, and who is involved?",
-        "Come up with a quiz question about {it}.",
-    ),
-    "title": (
-        "Write a title for {it}.",
-        "Suggest five headlines for {it}.",
-        "Pick ten keywords that describe {it}.",
-        "What topic would you file {it} under?",
-    ),
-    "explain": (
-        "Explain {it} to a ten-year-old.",
-        "Say in simple words what {it} is about.",
-        "I don't understand {it}. Can you walk me through it step by step?",
-        "Explain the difficult words in {it}.",
-    ),
-    "translation": (
-        "Translate {it} into German.",
-        "Translate {it} into French.",
-        "How would you say {it} in Spanish?",
-    ),
-    "rewrite": (
-        "Rewrite {it} in plain modern English.",
-        "Make {it} half as long without losing anything important.",
-        "Turn {it} into a polite email to a colleague.",
-        "Retell {it} as a conversation between two friends.",
-        "Correct any mistakes in {it} and show me the corrected version.",
-        "Turn {it} into notes for a short talk.",
-        "Write a poem inspired by {it}.",
-    ),
-    STORY: (
-        "Continue the story.",
-        "Here is how a story begins. What happens next?",
-        "Carry on from where this stops.",
-        "Finish this story in about 200 words.",
-        "You are a novelist. Pick up where this draft leaves off, in the same style.",
-        "Write the next two paragraphs.",
-        "Complete the text.",
-        "",
-    ),
-}
+REQUESTS: dict[str, list[str]] = wordings("passages")
 LANGUAGE_OF_PLACE = {
     "before": ("the following {noun}", "this {noun}", "the {noun} below"),
     "after": ("the {noun} above", "this {noun}", "that {noun}"),
