@@ -14,13 +14,13 @@ def silent(*_: object) -> None:
 
 
 def notice(line: str) -> None:
-    """Tells the user something that needs no answer."""
+    """One line for the user on stderr."""
     print(f"draftgraph: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress_bar(title: str, total: float | None = 1.0) -> Iterator[Report]:
-    """A bar, at a terminal only, that is told the share done; with `total=None`, one that only moves."""
+    """A bar, at a terminal only, for the share that is done; with `total=None`, one that only moves."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

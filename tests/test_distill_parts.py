@@ -26,7 +26,7 @@ from draftgraph.distillation.answers import (
     digest_of,
     epoch_of,
     frequent_tokens,
-    learnt_places,
+    learnt_positions,
     mark_of_weights,
     split_held_out,
 )
@@ -116,14 +116,14 @@ def test_an_epoch_has_every_text_once_in_batches_that_fit(lengths: list[int], mo
 
 def test_every_token_of_an_answer_is_learnt_and_a_share_of_the_prompt() -> None:
     texts = [text_of(5, 6, 7, 8, prompt=2), text_of(9, 4)]
-    batch = batch_of(texts, [learnt_places(text, 0.0) for text in texts])
+    batch = batch_of(texts, [learnt_positions(text, 0.0) for text in texts])
     assert batch.tokens.tolist() == [[5, 6, 7, 8], [9, 4, 0, 0]]
-    assert batch.places.tolist() == [1, 2, 4], "places in front of 7, 8 and 4"
+    assert batch.positions.tolist() == [1, 2, 4], "positions in front of 7, 8 and 4"
     long = text_of(*range(2000), prompt=1001)
-    assert learnt_places(long, 1.0).tolist() == list(range(1999))
-    places = learnt_places(long, 0.1)
-    assert places[-999:].tolist() == list(range(1000, 1999)) and 60 < len(places) - 999 < 140
-    assert places.tolist() == learnt_places(long, 0.1).tolist()
+    assert learnt_positions(long, 1.0).tolist() == list(range(1999))
+    positions = learnt_positions(long, 0.1)
+    assert positions[-999:].tolist() == list(range(1000, 1999)) and 60 < len(positions) - 999 < 140
+    assert positions.tolist() == learnt_positions(long, 0.1).tolist()
 
 
 @pytest.mark.parametrize(("family", "plain"), [("llama", True), ("gemma2", False)])
@@ -142,10 +142,10 @@ def test_what_the_target_said_is_remembered_only_where_nothing_follows_its_head(
     batches = len(list(epoch_of(training.lengths, 40, 0)))
     assert batches < 6 and len(asked) == (batches if plain else 6)
     rows = [0, 1]
-    batch = batch_of([texts[row] for row in rows], [training.places[row] for row in rows])
+    batch = batch_of([texts[row] for row in rows], [training.positions[row] for row in rows])
     known = training.memory.recall(rows)
     with training.head, torch.no_grad():
-        again = training.head.logits(target, batch.tokens, batch.places)
+        again = training.head.logits(target, batch.tokens, batch.positions)
         assert (known is not None) == plain
         if known is not None:
             torch.testing.assert_close(training.head.of_states(known), again, rtol=1e-4, atol=1e-5)

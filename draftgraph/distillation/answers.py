@@ -1,4 +1,4 @@
-"""The target's answers: asked for in large batches, stored, some of them held out, and put into batches."""
+"""The target's answers: generated in large batches, stored, split into learnt and held-out texts, and batched."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AnswerStore:
         seed: int,
         progress: Progress = silent,
     ) -> list[Text]:
-        """Each question (a text that is all prompt) with the target's answer behind it."""
+        """Each question (a text that is all prompt) followed by the target's answer; empty answers are left out."""
         order = sorted(range(len(questions)), key=lambda index: (len(questions[index].tokens), index))
         texts: list[Text] = []
         speed = None
@@ -86,7 +86,7 @@ class AnswerStore:
         seed: int,
         report: Report = silent,
     ) -> list[list[int]]:
-        """What the target says behind each of these texts, asked once."""
+        """The target's continuation of each text: from the store, or generated now and stored."""
         from safetensors.torch import save_file
 
         key = digest(self.target_mark, repr((prompts, temperatures, max_new_tokens, seed, sorted(sampler.stop_ids))))
@@ -160,7 +160,7 @@ class TrainingBatch:
     """Texts side by side, padded behind, and the positions whose next token is learnt."""
 
     tokens: Tensor  # [rows, length]
-    places: Tensor  # [positions] in the flattened tokens, one text after the other
+    positions: Tensor  # [positions] in the flattened tokens, one text after the other
 
 
 def padded(texts: list[Text]) -> Tensor:
@@ -171,13 +171,13 @@ def padded(texts: list[Text]) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def batch_of(texts: list[Text], places: list[Ints]) -> TrainingBatch:
+def batch_of(texts: list[Text], positions: list[Ints]) -> TrainingBatch:
     tokens = padded(texts)
-    flat = np.concatenate([row * tokens.shape[1] + one for row, one in enumerate(places)])
+    flat = np.concatenate([row * tokens.shape[1] + one for row, one in enumerate(positions)])
     return TrainingBatch(tokens, torch.from_numpy(flat))
 
 
-def learnt_places(text: Text, prompt_share: float) -> Ints:
+def learnt_positions(text: Text, prompt_share: float) -> Ints:
     """The positions before every token of the answer, and before this share of the prompt's, always the same ones."""
     prompt = np.arange(text.prompt_length - 1)
     drawn = (prompt * 2654435761 + 40503 * len(text.tokens)) % (1 << 32) < prompt_share * (1 << 32)
@@ -217,7 +217,7 @@ def frequent_tokens(texts: list[Text], size: int, vocabulary: int, always: froze
 
 
 def split_held_out(texts: list[Text]) -> tuple[list[Text], list[Text]]:
-    """What is learnt from, and greedy answers to prompts that are not: every answer to one prompt is on one side."""
+    """Texts to learn from, and one answer, at the lowest temperature, to each prompt that is held out."""
     names = [digest(text.tokens[: text.prompt_length].tobytes()) for text in texts]
     prompts = sorted(set(names))
     apart = set(prompts[: max(1, min(HELD_OUT, len(prompts) // 10))])

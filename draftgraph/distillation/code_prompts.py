@@ -1,6 +1,6 @@
 """Prompts about real Python functions: read from source that may be used, without importing it.
 
-A function is asked about in several ways: to complete it, to explain it, to test it, to find what is wrong.
+Requests are to complete a function, describe it, explain it, document it, test it, improve it or repair it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ WORDINGS: dict[str, list[str]] = wordings("code")
 def python_prompts(limit: int | None, seed: int) -> list[str]:
     """Requests to complete, explain, test or repair functions of the standard library and of installed packages.
 
-    Every function is asked about once before any is asked about again, in another way.
+    Every function gets one request before any gets a second, of another kind.
     """
     draw = random.Random(seed)
     files = source_files()
@@ -107,7 +107,7 @@ def functions_in(file: Path) -> Iterator[Function]:
     try:
         source = file.read_text(encoding="utf-8").replace("\r\n", "\n")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes in other people's strings
+            warnings.simplefilter("ignore")  # about odd escapes in strings
             module = ast.parse(source)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return
@@ -211,12 +211,12 @@ class Function:
 
 
 def requests_in_drawn_order(draw: random.Random) -> list[str]:
-    """All sorts of requests, the weightier ones earlier more often (Efraimidis and Spirakis, 2006)."""
+    """All kinds of requests; a greater weight comes earlier more often (Efraimidis and Spirakis, 2006)."""
     return sorted(WEIGHTS, key=lambda request: -(draw.random() ** (1 / WEIGHTS[request])))
 
 
 def ask(request: str, function: Function, draw: random.Random) -> str:
-    """One prompt of this sort about this function."""
+    """One prompt of this kind about this function."""
     if request == DESCRIBE and not function.does:
         request = COMPLETE
     sort = "method" if function.owner else "function"
@@ -271,7 +271,7 @@ def _without_examples(docstring: str) -> str:
 
 
 def _with_a_slip(body: str, draw: random.Random) -> str:
-    """The body with one small thing wrong, where there is something to get wrong."""
+    """The body with one operator or constant replaced by a wrong one, where it has any."""
     slips = [(place.start(), right, wrong) for right, wrong in SLIPS for place in re.finditer(re.escape(right), body)]
     if not slips:
         return body

@@ -1,4 +1,4 @@
-"""`distill`: what is asked for is checked first, and nothing heavy is imported before."""
+"""`distill`: checks its arguments before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def distill(
 
 
 def refuse_other_content(folder: Path) -> None:
-    """What is there must be a draft, or a training on its way: everything else is somebody's."""
+    """Refuses a folder that holds anything but a draft or an unfinished training."""
     if (folder / "config.json").exists():
         from draftgraph.models.draft import is_draft_folder
 

@@ -95,7 +95,7 @@ def make_draft(
 
 
 def within_window(recipe: Recipe, model: Any, report: Reporter) -> Recipe:
-    """Texts no longer than the positions that the target knows."""
+    """The recipe with texts no longer than the target's context window."""
     window = context_window(model)
     if window is None or recipe.max_length <= window:
         return recipe

@@ -1,4 +1,4 @@
-"""Prompts that the target writes itself: it is left to speak as the user, and what it says is asked of it later."""
+"""Prompts that the target writes itself: user turns of its chat template, sampled."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from draftgraph.text import HALF_A_CHARACTER
 SELF = "self"
 Continue = Callable[..., list[list[int]]]  # as `Sampler.continue_texts`
 MARKER = "draftgraph-marker"
-TEMPERATURES = (0.7, 0.8, 0.9, 1.0)  # hotter, small targets rave, and half of the turns do not end
+TEMPERATURES = (0.7, 0.8, 0.9, 1.0)  # above 1, small targets write nonsense, and half of the turns do not end
 SAME = 40  # characters, lower-cased, that make two prompts alike
-LEAST_YIELD = 0.05  # a round that keeps less says that the target has begun to repeat itself
+LEAST_YIELD = 0.05  # of a round; less means that the target repeats itself
 EXPECTED_YIELD = 0.8  # of the first round
 TURN_TOKENS = 384  # of a prompt that the target writes, at most
 SMALLEST_ROUND, LARGEST_ROUND = 16, 2048  # turns: what is repeated at most where a run was killed
@@ -44,7 +44,7 @@ def end_of_user_turn(tokenizer: Any) -> int:
 
 @dataclass
 class WrittenPrompts:
-    """Prompts of a target, and why its other turns are none."""
+    """Prompts that a target wrote, and why its other turns were dropped."""
 
     wanted: int
     prompts: list[Prompt] = field(default_factory=list)
@@ -68,7 +68,7 @@ def write_prompts(
     max_tokens: int = 384,
     report: Report = silent,
 ) -> WrittenPrompts:
-    """User turns sampled from the target, no two alike; half of them begin with words that ask for breadth.
+    """User turns sampled from the target, no two alike; half of them begin with given words, for variety.
 
     Only turns that ended by themselves within `max_tokens` are kept. There may be fewer than `count`, from a target
     that repeats itself. `continue_texts`, of a sampler that stops at `end_of_user_turn`, is called in rounds; while
@@ -141,14 +141,14 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _within(report: Report, before: int, expected: float, count: int) -> Report:
-    """Progress of one round as a share of the whole, as far as one can tell beforehand."""
+    """Progress of one round as a share of the whole, estimated from the last round."""
     return lambda done: report(min(1.0, (before + done * expected) / count))
 
 
 def own_prompts(
     count: int, seed: int, model: Any, tokenizer: Any, store: AnswerStore, report: Reporter, batch_size: int | None
 ) -> WrittenPrompts:
-    """What the target itself would ask."""
+    """User turns that the target writes; finished rounds are stored."""
     ends = stop_ids_of(model) | {end_of_user_turn(tokenizer)}
     longest = longest_turn(model, tokenizer)
     report.begin("the target writes prompts")
@@ -156,7 +156,7 @@ def own_prompts(
     def progress(done: float) -> None:
         report.live(f"the target writes prompts: {done:.0%}")
 
-    rounds = partial(store.continued, "prompts", Sampler(model, ends, batch_size))  # those of a killed run are kept
+    rounds = partial(store.continued, "prompts", Sampler(model, ends, batch_size))
     return write_prompts(rounds, tokenizer, count, seed, longest, progress)
 
 

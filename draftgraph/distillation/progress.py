@@ -1,4 +1,4 @@
-"""What a long run tells: scores, the state of a training, the finished draft; a live line, and out of memory."""
+"""What a run reports: scores, the state of a training, the finished draft, a live line, out of memory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Reporter:
         self.console.print(line, soft_wrap=True)
 
     def begin(self, line: str) -> None:
-        """What may take long is named at once, everywhere."""
+        """Names what begins now and may take long, at a terminal or not."""
         if self._status:
             self._status.update(line)
         else:
@@ -97,7 +97,7 @@ class Reporter:
             self.say(line)
 
     def live(self, line: str) -> None:
-        """A line that the next one replaces, where that is possible."""
+        """A line that the next one replaces at a terminal; elsewhere only one every few seconds."""
         if self._status or time.monotonic() - self._last > QUIET_SECONDS:
             self.begin(line)
 

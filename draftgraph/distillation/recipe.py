@@ -89,7 +89,7 @@ class Recipe:
 
     @property
     def prompts_to_write(self) -> int:
-        """How many the target itself is asked for."""
+        """How many prompts the target writes itself."""
         if self.own_prompts is None:
             return 0 if self.prompts else OWN_PROMPTS
         return self.own_prompts
@@ -100,20 +100,20 @@ class Recipe:
         return self.steps or (STEPS if self.minutes is None else None)
 
     def done(self, step: int, seconds: float) -> float:
-        """The share of the training that lies behind it."""
+        """The share of the training that is done."""
         return step / (self.steps or STEPS) if self.minutes is None else seconds / (60 * self.minutes)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def shown(self) -> dict[str, Any]:
-        """For others to read: what was left out as it was understood, and of a file of prompts its name alone."""
+        """For people: defaults filled in, and of a file of prompts only its name."""
         prompts = [path.name if (path := Path(source).expanduser()).exists() else source for source in self.prompts]
         understood = {"own_prompts": self.prompts_to_write, "steps": self.steps_to_take}
         return self.to_dict() | understood | {"prompts": prompts, "temperatures": list(self.temperatures)}
 
     def fingerprint(self) -> str:
-        """Of what training depends on beside its texts."""
+        """A digest of every setting that training depends on beside its texts."""
         given = {name: value for name, value in self.to_dict().items() if name not in OF_TEXTS}
         given |= {"loss": loss_terms(self.loss), "steps": self.steps_to_take}
         return digest(json.dumps(given, sort_keys=True))
@@ -205,7 +205,7 @@ class Checkpoint:
             return {name: stored.get_tensor(name) for name in stored.keys()}, json.loads(stored.metadata()["state"])  # noqa: SIM118
 
     def remove(self) -> None:
-        """Leaves nothing of a training, nor the halves of files that killed runs began to write."""
+        """Deletes the checkpoint, and partial files of killed runs."""
         for file in (self.file, *self.file.parent.glob(".*.partial")):
             file.unlink(missing_ok=True)
 

@@ -34,7 +34,7 @@ CPU_BYTES = 1 << 30
 LOOK_EVERY = 16  # steps between two looks at what has finished: each waits for the device
 ROUND = 64
 ATTENTION = "draftgraph_rows"  # of the attention
-NOT_IN_KERNEL = ("softcap", "s_aux", "sliding_window", "position_bias")  # what the kernel does not know
+NOT_IN_KERNEL = ("softcap", "s_aux", "sliding_window", "position_bias")  # the kernel has none of these
 
 
 @dataclass

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from draftgraph.distillation.answers import Text, batch_of, epoch_of, learnt_places, padded
+from draftgraph.distillation.answers import Text, batch_of, epoch_of, learnt_positions, padded
 from draftgraph.distillation.progress import Scores, TrainingState, out_of_memory_means
 from draftgraph.distillation.recipe import Checkpoint, Recipe, loss_terms
 from draftgraph.distillation.sampler import memory_for
@@ -38,7 +38,7 @@ CPU_BYTES = 1 << 30
 
 @dataclass
 class Training:
-    """A student on its way. `resume`, then `run`."""
+    """Trains a student. `resume`, then `run`."""
 
     target: Any
     student: Any
@@ -59,7 +59,7 @@ class Training:
                 self.parameters[name] = weight
         self.optimizers = optimizers_for(self.recipe, list(self.parameters.values()))
         self.lengths = np.array([len(text.tokens) for text in self.texts])
-        self.places = [learnt_places(text, self.recipe.prompt_share) for text in self.texts]
+        self.positions = [learnt_positions(text, self.recipe.prompt_share) for text in self.texts]
         self.head = SharedHead(self.target, self.student)
         self.terms = loss_terms(self.recipe.loss)
         self.step, self.seconds = 0, 0.0
@@ -69,9 +69,9 @@ class Training:
         started, saved, scored = time.monotonic() - self.seconds, time.monotonic(), -math.inf
         scores: Scores | None = None
         sums: list[Tensor] = []
-        positions = np.array([len(places) for places in self.places])
+        counts = np.array([len(positions) for positions in self.positions])
         width = self.target.get_output_embeddings().weight.shape[1]
-        self.memory = TargetMemory(positions, width, self.target.dtype, self.device)
+        self.memory = TargetMemory(counts, width, self.target.dtype, self.device)
         try:
             with self.head, evaluating(self.target):
                 for rows in self.batches():
@@ -98,25 +98,25 @@ class Training:
 
     def learn(self, rows: list[int]) -> Tensor:
         """One step on these texts; returns the summed loss, the agreement and the number of tokens."""
-        batch = batch_of([self.texts[row] for row in rows], [self.places[row] for row in rows])
-        tokens, places = (tensor.to(self.device, non_blocking=True) for tensor in (batch.tokens, batch.places))
+        batch = batch_of([self.texts[row] for row in rows], [self.positions[row] for row in rows])
+        tokens, positions = (tensor.to(self.device, non_blocking=True) for tensor in (batch.tokens, batch.positions))
         with naming_batch_tokens(self.recipe.batch_tokens):
-            theirs = self.target_logits(rows, tokens, places)
+            theirs = self.target_logits(rows, tokens, positions)
             with mixed_precision(self.student):
-                ours = self.head.logits(self.student, tokens, places)
+                ours = self.head.logits(self.student, tokens, positions)
             loss, agree = distillation_loss(ours, theirs, self.terms)
-            (loss / len(places)).backward()
+            (loss / len(positions)).backward()
             nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
             with uninterrupted():
                 self.take_step()
-        return torch.stack([loss.detach(), agree.sum(), torch.tensor(len(places), device=self.device)])
+        return torch.stack([loss.detach(), agree.sum(), torch.tensor(len(positions), device=self.device)])
 
     @torch.no_grad()
-    def target_logits(self, rows: list[int], tokens: Tensor, places: Tensor) -> Tensor:
+    def target_logits(self, rows: list[int], tokens: Tensor, positions: Tensor) -> Tensor:
         known = self.memory.recall(rows)
         if known is not None:
             return self.head.of_states(known)
-        logits = self.head.logits(self.target, tokens, places)
+        logits = self.head.logits(self.target, tokens, positions)
         states = self.head.states
         assert states is not None
         if self.memory.empty and not torch.equal(self.head.of_states(states[None])[0], logits):
@@ -146,7 +146,7 @@ class Training:
         return self.recipe.done(self.step, self.seconds)
 
     def learning_rate(self) -> float:
-        """Up quickly, then down to nothing in a straight line."""
+        """A short linear warm-up, then linear decay to zero."""
         done, warmup = min(self.done(), 1.0), self.recipe.warmup
         shape = min(1.0, (done + 1e-4) / warmup) if done < warmup else (1 - done) / (1 - warmup)
         return self.recipe.learning_rate * shape
@@ -169,7 +169,7 @@ class Training:
         self.checkpoint.write(tensors, {"step": self.step, "seconds": self.seconds, "curve": self.curve})
 
     def resume(self) -> bool:
-        """Goes back to the last checkpoint, if there is one."""
+        """Continues from the last checkpoint; False where there is none."""
         found = self.checkpoint.read()
         if found is None:
             return False
@@ -268,12 +268,15 @@ def distance_and_slope(log_q: Tensor, log_p: Tensor, terms: dict[str, float]) ->
 
 
 class SharedHead:
-    """While entered, both models score the student's vocabulary, and only at the selected positions."""
+    """While entered, both models score the student's vocabulary, and only at the selected positions.
+
+    Logits are most of a step's memory.
+    """
 
     def __init__(self, target: Any, student: Any) -> None:
         self.target, self.student = target, student
         self.states: Tensor | None = None  # [positions, width] what the head was given last
-        self._places: Tensor | None = None
+        self._positions: Tensor | None = None
 
     def __enter__(self) -> SharedHead:
         self._head, self._original = self.student.get_output_embeddings(), self.target.get_output_embeddings()
@@ -288,33 +291,33 @@ class SharedHead:
         self.target.set_output_embeddings(self._original)
         self.states = None
 
-    def logits(self, model: Any, tokens: Tensor, places: Tensor) -> Tensor:
-        """[positions, vocabulary] of one of the two, at places of the flattened batch."""
-        self._places = places
+    def logits(self, model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[positions, vocabulary] of one of the two, at positions of the flattened batch."""
+        self._positions = positions
         try:
             return model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]
         finally:
-            self._places = None
+            self._positions = None
 
     def of_states(self, states: Tensor) -> Tensor:
-        """Logits straight from what the head is given: right for models that do nothing behind their head."""
+        """Logits from the head's inputs: right for models that do nothing behind their head."""
         return linear(states, self._head.weight, self._head.bias)
 
     def _narrow(self, _: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if self._places is None:
+        if self._positions is None:
             return None
         hidden = arguments[0]
-        self.states = hidden.reshape(-1, hidden.shape[-1])[self._places]
+        self.states = hidden.reshape(-1, hidden.shape[-1])[self._positions]
         return (self.states[None],)
 
 
 class TargetMemory:
-    """States [positions, width] of every learnt position of every text, or of none if they do not all fit."""
+    """The target's last states [positions, width] at every learnt position, if they fit: it then runs once per text."""
 
-    def __init__(self, positions: Ints, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._ends = np.cumsum(positions)
-        self._starts = self._ends - positions
-        self._known = np.zeros(len(positions), dtype=bool)
+    def __init__(self, counts: Ints, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._ends = np.cumsum(counts)
+        self._starts = self._ends - counts
+        self._known = np.zeros(len(counts), dtype=bool)
         total = int(self._ends[-1])
         fits = total * width * dtype.itemsize <= memory_for(device, MEMORY_SHARE, CPU_BYTES)
         self._states = torch.empty((total, width), dtype=dtype, device=device) if fits else None
@@ -344,7 +347,7 @@ class TargetMemory:
 
 
 def score(student: Any, texts: list[Text], batch_tokens: int = SCORED_TOKENS) -> Scores:
-    """Exact for chains: as long as a draft agrees, it goes on from the target's own text."""
+    """Agreement and tokens per pass; exact for chains, which continue the target's own text up to the first miss."""
     with naming_batch_tokens(batch_tokens):
         hits = hits_of(student, texts, min(batch_tokens, SCORED_TOKENS))
     steps = sum(passes(row) for row in hits)
@@ -389,7 +392,7 @@ def naming_batch_tokens(tokens: int) -> AbstractContextManager[None]:
 
 
 def mixed_precision(student: Any) -> AbstractContextManager[None]:
-    """Own weights in float32 behind an embedding in half precision need it; a GPU is faster with it."""
+    """Needed where weights in float32 follow an embedding in half precision; faster on a GPU."""
     borrowed = student.get_input_embeddings().weight
     half = borrowed.dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(borrowed.device.type, torch.bfloat16, enabled=half or borrowed.is_cuda)
@@ -411,7 +414,7 @@ def passes(hits: NDArray[np.bool_], chain: int = CHAIN) -> int:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until what is inside is done as a whole."""
+    """Delays Ctrl-C until the block is done."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere, none arrives
     if not in_main_thread or signal.getsignal(signal.SIGINT) is None:
         yield

