@@ -15,17 +15,16 @@ from rich.console import Console
 from test_bench_report import TASKS, made_up, of_a_peer, report_of
 from test_inspect import no_errors
 
-from draftgraph.bench.diagnosis import diagnoses
-from draftgraph.bench.page import Part, Section, page
-from draftgraph.bench.page.charts import Bar, bars, lines, nice, stacks
-from draftgraph.bench.page.paper_part import paper_part
-from draftgraph.bench.paper.finding import COUNTS, Finding
+from draftgraph.bench.charts import Bar, bars, lines, nice, stacks
+from draftgraph.bench.page import Part, Section, page, paper_part
 from draftgraph.bench.paper.items import grid_modes
 from draftgraph.bench.paper.report import PaperReport
-from draftgraph.bench.report import Table
+from draftgraph.bench.paper.timed_findings import COUNTS, Finding
+from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import Record
 from draftgraph.bench.speed import bench_run
 from draftgraph.bench.speed_report import SpeedReport
+from draftgraph.bench.speed_tables import diagnoses
 from draftgraph.cli.bench import drawn, narrowed
 from draftgraph.tuning.latency import Curve, Latencies
 

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftgraph.bench.intervals import geometric_mean
 from draftgraph.bench.runs import Record
-from draftgraph.bench.speed_plot import save_plot
-from draftgraph.bench.speed_report import SpeedReport, label_of
-from draftgraph.bench.speed_tables import PEERS, TIES, speed_table, tables, to_markdown
+from draftgraph.bench.speed_report import SpeedReport, geometric_mean, label_of
+from draftgraph.bench.speed_tables import PEERS, TIES, save_plot, speed_table, tables, to_markdown
 
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 

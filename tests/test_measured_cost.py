@@ -17,13 +17,13 @@ from test_batch import check_left_behind, run, text_of
 
 from draftgraph import CostModel, GraphConfig, GraphDecoder, hardware
 from draftgraph.batching import Batch
+from draftgraph.bench.tune import SureProposer, choice
 from draftgraph.cost import HIT, DraftBudget, HitRate, nodes_worth_checking
 from draftgraph.drafting import grow
 from draftgraph.engine.runner import EagerEngine
 from draftgraph.graph import TokenGraph, TokenTree
 from draftgraph.trace import Step
 from draftgraph.tuning import Curve, Latencies, MeasuredCost, machine, prices, store
-from draftgraph.tuning.choice import SureProposer, choice
 from draftgraph.tuning.measure import BOUND, SECONDS
 from draftgraph.tuning.watch import OFF, PAUSE, STEPS, Watch
 

@@ -21,10 +21,9 @@ from scipy.stats import binom
 
 from draftgraph import GraphConfig
 from draftgraph.bench import bench_run, speed
-from draftgraph.bench.gaps import Gaps, Rescored, as_good_as, luck, within
 from draftgraph.bench.rescoring import can_rescore, exact_products, float32_logits, rescored
-from draftgraph.bench.runs import FILE, Place, Record, of_kind, read_records
-from draftgraph.bench.speed import Deadline
+from draftgraph.bench.runs import FILE, Deadline, Place, Record, of_kind, read_records
+from draftgraph.bench.sameness import Gaps, Rescored, as_good_as, luck, within
 from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.speed_tables import FLOAT32, to_markdown
 from draftgraph.bench.stopwatch import Stopwatch

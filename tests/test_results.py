@@ -12,12 +12,11 @@ import pytest
 from bench_tools import pair_in
 from conftest import REPOSITORY
 
-from draftgraph.bench.paper.findings import COMPARED, PROBED, TIMED
-from draftgraph.bench.paper.report import PaperReport
+from draftgraph.bench.paper.report import COMPARED, PROBED, TIMED, PaperReport
 from draftgraph.bench.runs import FILE, Record, records_in
 from draftgraph.bench.speed import bench_run
 from draftgraph.bench.speed_report import SpeedReport
-from draftgraph.bench.task_prompts import TaskPrompt
+from draftgraph.bench.tasks import TaskPrompt
 
 RESULTS = REPOSITORY / "docs" / "results"
 MEASURED = sorted(file.parent for file in RESULTS.glob(f"*/{FILE}"))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from cli_tools import PROMPT, Runner, refused
 
+from draftgraph.bench.tune import HITS
 from draftgraph.engine import linear
 from draftgraph.engine.choices import Choices
 from draftgraph.tuning import Curve, Latencies, MeasuredCost, prices
-from draftgraph.tuning.report import HITS
 
 FOUND = Latencies(
     Curve.of([128, 1024], [1, 2, 8, 64], [[0.010, 0.011, 0.0125, 0.02], [0.012, 0.013, 0.016, 0.03]]),

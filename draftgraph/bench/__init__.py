@@ -1,28 +1,30 @@
-"""Measures: how good a draft is for a target, and how fast the modes are.
+"""Measures: how good a draft is for a target, how fast the modes are, and which settings of mode `graph` are fastest.
 
 >>> pair = draftgraph.load(draft="my-draft")                                    # doctest: +SKIP
 >>> draftgraph.bench.bench_draft(pair, {"sky": ["Why is the sky blue?"]})       # doctest: +SKIP
 >>> draftgraph.bench.bench_run(pair, {"sky": ["Why is the sky blue?"]}, "out")  # doctest: +SKIP
+>>> draftgraph.bench.search(pair, {"sky": ["Why is the sky blue?"]}, "search").best.setting    # doctest: +SKIP
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftgraph.bench.draft import bench_draft
+    from draftgraph.bench.draft import DraftReport, bench_draft
     from draftgraph.bench.inflation import Shape, inflate
-    from draftgraph.bench.report import DraftReport
+    from draftgraph.bench.searching import search
     from draftgraph.bench.speed import bench_run
     from draftgraph.bench.speed_report import SpeedReport
 
-__all__ = ["DraftReport", "Shape", "SpeedReport", "bench_draft", "bench_run", "inflate"]
+__all__ = ["DraftReport", "Shape", "SpeedReport", "bench_draft", "bench_run", "inflate", "search"]
 _HOME = {
-    "DraftReport": "report",
+    "DraftReport": "draft",
     "Shape": "inflation",
     "SpeedReport": "speed_report",
     "bench_draft": "draft",
     "bench_run": "speed",
     "inflate": "inflation",
+    "search": "searching",
 }
 
 

@@ -10,16 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftgraph.distillation.sampler import Sampler
 from draftgraph.engine.loan import Loan, unwrapped
-from draftgraph.errors import UsageError
 from draftgraph.fields import setting
-from draftgraph.generation import context_window
 from draftgraph.models.cache import cache_dir
 from draftgraph.models.progress import Report
 from draftgraph.noise import KeyedNoise
@@ -106,16 +104,6 @@ class TargetAnswers:
             said = self.target(input_ids=ids).logits[0, -1].float().cpu().numpy().tobytes()
         asked = [prompts, temperature, self.max_new_tokens, self.seed, sorted(self.stop_ids)]
         return hashlib.sha256(json.dumps(asked).encode() + said).hexdigest()
-
-
-def refuse_past_window(target: Any, task: str, prompts: list[list[int]], max_new_tokens: int) -> None:
-    window = context_window(target)
-    for row, prompt in enumerate(prompts, start=1):
-        if window is not None and len(prompt) + max_new_tokens > window:
-            raise UsageError(
-                f"prompt {row} of {task} has {len(prompt)} tokens, too many for {max_new_tokens} new ones "
-                f"in the target's context window of {window}: shorten it, or ask for fewer new ones"
-            )
 
 
 def kept(file: Path, answers: int) -> list[list[int]] | None:

@@ -8,25 +8,108 @@ on the trunks, a level of all of them in one forward pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
 from torch import Tensor
 
 from draftgraph.bench.answers import Answer
-from draftgraph.bench.walker import Trunk, Walker
 from draftgraph.choose import DraftNoise
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
-from draftgraph.drafting.model import Perturb, mark_visible
+from draftgraph.drafting.model import Ancestors, Perturb, mark_visible
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.errors import UnsupportedModelError, UsageError
-from draftgraph.graph import Bools, Floats, Ints
+from draftgraph.graph import ROOT, Bools, Floats, Ints, TokenGraph, TokenTree
 from draftgraph.models.progress import Report
 from draftgraph.noise import CHOICE, KeyedNoise
 from draftgraph.stats import Stats
+from draftgraph.trace import Step
+
+
+@dataclass(frozen=True, eq=False)
+class Trunk:
+    """An answer that the draft has read, and what it would have said at each of its places."""
+
+    answer: Answer
+    perturb: Perturb | None
+    first_slot: int
+    children: Ints  # [tokens of the answer, k], best first
+    probs: Floats
+
+    @cached_property
+    def text(self) -> list[int]:
+        return self.answer.prompt + self.answer.tokens
+
+    def seen_at(self, place: int) -> Bools:
+        """The slots that the token at this place of the text sees, its own last."""
+        return np.arange(self.first_slot + place + 1) >= self.first_slot
+
+    def agreed(self, among: int) -> int:
+        """At how many places the target's token is among the draft's best."""
+        return int((self.children[:, :among] == np.array(self.answer.tokens)[:, None]).any(axis=1).sum())
+
+
+@dataclass
+class Walker:
+    """One structure on its way along one answer."""
+
+    trunk: Trunk
+    config: GraphConfig
+    ends: frozenset[int]
+    walked: int = 0
+    stats: Stats = field(default_factory=Stats)
+
+    @property
+    def arrived(self) -> bool:
+        return self.walked == len(self.trunk.answer.tokens)
+
+    @property
+    def root(self) -> int:
+        return len(self.trunk.answer.prompt) - 1 + self.walked
+
+    def begin(self, max_depth: int) -> None:
+        """A graph behind the token where the walker stands; its first level is known from the trunk."""
+        self.graph = TokenGraph(self.trunk.text[self.root], self.config, max_depth, self.ends)
+        self.seen: Ancestors = {ROOT: self.trunk.seen_at(self.root)}
+        self.levels = 0
+        self._look()
+        if self.frontier:
+            here = slice(self.walked, self.walked + 1)
+            self.extend(self.trunk.children[here], self.trunk.probs[here])
+
+    def extend(self, tokens: Ints, probs: Floats) -> None:
+        """A level of `drafting.grow`."""
+        k = self.config.k
+        self.graph.extend(self.frontier, self.scores, tokens[:, :k], probs[:, :k], "draft")
+        self.graph.close(self.frontier)
+        self.levels += 1
+        self._look()
+
+    def _look(self) -> None:
+        self.tree: TokenTree = self.graph.unroll()
+        self.frontier, self.scores = self.graph.frontier(self.tree)
+        if self.levels == self.graph.max_depth:
+            self.frontier = []
+
+    def accept(self) -> None:
+        """Goes on to behind the longest path that the answer takes, and its bonus token."""
+        path: list[int] = []
+        tokens: list[int] = []
+        for token in self.trunk.answer.tokens[self.walked :]:
+            tokens.append(token)
+            child = self.tree.child(path[-1] if path else ROOT, token)
+            if child is None:
+                break
+            path.append(child)
+        root = self.root
+        self.walked += len(tokens)
+        self.stats.count(Step(root, self.graph, self.tree, path, tokens, "stop" if self.arrived else None))
+        self.stats.draft_passes += self.levels
+
 
 SEVERAL = 4  # best tokens of the draft, in the second figure of agreement
 # Tokens of the answers that are replayed side by side, prompts included: few passes for a GPU, small masks for a CPU.

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from draftgraph.bench.gaps import Gaps
-from draftgraph.bench.sameness import STEPS_OF_A_TIE
+from draftgraph.bench.sameness import STEPS_OF_A_TIE, Gaps
 from draftgraph.choose import Prefix, process
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.models.student import is_plain

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +18,32 @@ from draftgraph.errors import UsageError
 FILE = "runs.jsonl"
 PLAIN = "off"
 Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, failed, rescored or scores
+
+
+@dataclass
+class Deadline:
+    """Nothing is begun that would not be done in time, if it takes as long as the slowest so far."""
+
+    seconds: float | None
+
+    def __post_init__(self) -> None:
+        self._end = None if self.seconds is None else time.monotonic() + self.seconds
+        self._slowest = 0.0
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None: there is no end."""
+        return None if self._end is None else self._end - time.monotonic()
+
+    @property
+    def is_near(self) -> bool:
+        return self._end is not None and time.monotonic() + self._slowest >= self._end
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._slowest = max(self._slowest, time.monotonic() - start)
 
 
 class Place(NamedTuple):

@@ -9,7 +9,7 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any
 
-from draftgraph.bench.report import Table
+from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import Record
 from draftgraph.errors import UsageError
 from draftgraph.models.cache import notice

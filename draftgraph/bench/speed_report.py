@@ -4,24 +4,76 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from draftgraph.bench.gaps import Rescored
-from draftgraph.bench.intervals import Speed, geometric_mean, noise_of
+import numpy as np
+
+from draftgraph.bench.reporting import write_files
 from draftgraph.bench.runs import PLAIN, Place, Record, can_be_rescored, last_session, of_kind
+from draftgraph.bench.sameness import Rescored
 from draftgraph.bench.scores import TaskScore, scores_of
-from draftgraph.models.cache import replacing
 from draftgraph.stats import SOURCES
 
 if TYPE_CHECKING:
     from draftgraph.bench.page import Part
 
 ALL = "all"
+RESAMPLES = 10_000
+FEWER_RESAMPLES = 1_000  # where every prompt of every cell has its own
+PERCENTILES = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A ratio against plain decoding; the 95% interval is None where a task has a single prompt."""
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f}x"
+
+    @property
+    def interval(self) -> str:
+        return "" if self.low is None or self.high is None else f"{self.low:.2f}–{self.high:.2f}"
+
+
+def geometric_mean(ratios: Mapping[str, Sequence[float]], centre: Callable[..., Any] = np.mean) -> Speed:
+    """Of the ratios of tasks' prompts, every task counting the same; the interval by a bootstrap over the prompts.
+    The `centre` of a task may also be `np.median`: then a machine that stalls once does not spoil it.
+
+    >>> geometric_mean({"one": [2.0], "other": [8.0]})
+    Speed(ratio=4.0, low=None, high=None)
+    """
+    logs = [np.log(np.asarray(of_task, dtype=float)) for of_task in ratios.values()]
+    mean = float(np.mean([centre(of_task) for of_task in logs]))
+    if min(map(len, logs)) < 2:
+        return Speed(float(np.exp(mean)))
+    draw = np.random.default_rng(0)
+    resampled = [centre(one[draw.integers(0, len(one), (RESAMPLES, len(one)))], axis=1) for one in logs]
+    low, high = np.exp(np.percentile(np.mean(resampled, axis=0), PERCENTILES))
+    return Speed(float(np.exp(mean)), float(low), float(high))
+
+
+def noise_of(repeats: Sequence[Sequence[float]]) -> float | None:
+    """How far the mean over prompts of their repeats' medians may be off, by the repeats alone: half of the 95%
+    interval of a bootstrap over them, as a share of the mean. None: nothing was repeated.
+
+    >>> noise_of([[2.0, 2.0, 2.0], [8.0, 8.0]]), noise_of([[2.0], [8.0]])
+    (0.0, None)
+    """
+    if max(map(len, repeats), default=0) < 2:
+        return None
+    draw, known = np.random.default_rng(0), [np.asarray(one, dtype=float) for one in repeats]
+    medians = [np.median(one[draw.integers(0, len(one), (FEWER_RESAMPLES, len(one)))], axis=1) for one in known]
+    low, high = np.percentile(np.mean(medians, axis=0), PERCENTILES)
+    return float(high - low) / 2 / float(np.mean([np.median(one) for one in known]))
 
 
 def label_of(shape: str | None) -> str | None:
@@ -108,6 +160,11 @@ class ModeFigures:
     rescored: Rescored | None  # in float32, where the target is in half precision
     library: str | None  # that it is a method of, with its version; None: this one
 
+    @property
+    def by_task(self) -> dict[str, Figures]:
+        """The mean of all among them."""
+        return {figures.task: figures for figures in (*self.tasks, self.overall)}
+
 
 @dataclass(frozen=True)
 class SpeedReport:
@@ -152,6 +209,17 @@ class SpeedReport:
         label: str | None = self.configuration.get("inflated")
         return label
 
+    @property
+    def groups(self) -> list[str]:
+        """The tasks, and all of them together where there are several."""
+        tasks = list(dict.fromkeys(figures.task for mode in self.modes for figures in mode.tasks))
+        return [*tasks, ALL] if len(tasks) > 1 else tasks
+
+    @property
+    def drafting(self) -> list[ModeFigures]:
+        """Modes of this library that draft."""
+        return [mode for mode in self.modes if mode.library is None and mode.mode != PLAIN]
+
     def mode(self, name: str) -> ModeFigures:
         return next(figures for figures in self.modes if figures.mode == name)
 
@@ -167,23 +235,19 @@ class SpeedReport:
 
     def to_part(self) -> Part:
         """Of a page."""
-        from draftgraph.bench.page.speed_part import speed_part
+        from draftgraph.bench.page import speed_part
 
         return speed_part(self)
 
     def save(self, folder: Path) -> None:
         """Writes report.json, report.md, report.html and, where there is matplotlib, report.png."""
         from draftgraph.bench.page import page
-        from draftgraph.bench.speed_plot import save_plot
+        from draftgraph.bench.speed_tables import save_plot
 
         plot = save_plot(self, folder / "report.png") if self.modes else None
-        for name, content in (
-            ("report.json", json.dumps(self.to_dict(), indent=2) + "\n"),
-            ("report.md", self.to_markdown(None if plot is None else plot.name)),
-            ("report.html", page([self.to_part()])),
-        ):
-            with replacing(folder / name) as partial:
-                partial.write_text(content, encoding="utf-8")
+        data = json.dumps(self.to_dict(), indent=2) + "\n"
+        text = self.to_markdown(None if plot is None else plot.name)
+        write_files(folder, {"report.json": data, "report.md": text, "report.html": page([self.to_part()])})
 
 
 Prompt = tuple[str, int]  # of a task, by number
@@ -213,12 +277,18 @@ def repeats_of(runs: Sequence[Record], mode: str, figure: str = "ms_per_token") 
     return repeats
 
 
-def mode_figures(
-    mode: str, runs: Sequence[Record], plain: dict[Prompt, float], records: Sequence[Record]
-) -> ModeFigures:
+def ratios_of(runs: Sequence[Record], mode: str, plain: dict[Prompt, float]) -> dict[str, list[float]]:
+    """How many times as fast as plain decoding, prompt by prompt of every task."""
     ratios: dict[str, list[float]] = {}
     for prompt, time in times_of(runs, mode).items():
         ratios.setdefault(prompt[0], []).append(plain[prompt] / time)
+    return ratios
+
+
+def mode_figures(
+    mode: str, runs: Sequence[Record], plain: dict[Prompt, float], records: Sequence[Record]
+) -> ModeFigures:
+    ratios = ratios_of(runs, mode, plain)
     tasks = [task_figures(mode, task, [run for run in runs if run["task"] == task], ratios[task]) for task in ratios]
     warm_ups = [record for record in of_kind(records, "warm-up") if record["mode"] == mode]
     known = (*warm_ups, *runs)

@@ -1,18 +1,33 @@
-"""A speed report as tables, for the terminal and for Markdown."""
+"""A speed report for readers: tables for the terminal and Markdown, signs of failure, and a picture."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
-from typing import get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from draftgraph.bench.diagnosis import diagnoses
-from draftgraph.bench.gaps import MOST
-from draftgraph.bench.intervals import Speed
-from draftgraph.bench.report import LOOPS, REASON, Table
+from draftgraph.bench.reporting import (
+    BESIDE,
+    COLOURS,
+    LOOPS,
+    REASON,
+    Table,
+    described,
+    document,
+    has_matplotlib,
+    new_figure,
+    number,
+    percent,
+    same_of,
+)
+from draftgraph.bench.runs import PLAIN
+from draftgraph.bench.sameness import MOST
 from draftgraph.bench.scores import EXPLANATION as SCORES
 from draftgraph.bench.scores import scores_table
-from draftgraph.bench.speed_report import ALL, Figures, ModeFigures, Sources, SpeedReport
+from draftgraph.bench.speed_report import ALL, ModeFigures, Sources, Speed, SpeedReport
 from draftgraph.stats import SOURCES
 from draftgraph.trace import Reason
 
@@ -44,7 +59,82 @@ MEASURED = (
     ("process at most, GB", "resident_bytes", 1e9),
     ("joules per token", "joules_per_token", 1),
 )  # where the device tells
+MOST_MODES = 16  # of a picture
 VERDICTS = {(None, None): "", (True, True): "yes", (False, True): "by chance or tie", (False, False): "NO"}
+LOW = 0.5  # of passes that accept nothing: more is a draft that seldom helps
+PRUNED = 0.5  # of missed tokens that pruning has taken: more is too much of it
+Verdict = Literal["good", "look", "wrong"]
+REMEDIES = {
+    "k": "the draft did not have the token among its best: a better draft helps (draftgraph distill)",
+    "theta_prob": "pruning by probability ended the path: lower theta_prob",
+    "theta_sib": "pruning of siblings took the token: lower theta_sib",
+    "budget": "the budget of nodes or levels ended before the token: raise max_nodes or max_depth",
+    "not drafted": "nothing had been proposed there: a draft model helps",
+}
+SIZED = "the token was not worth its place at the measured prices: a cheaper pass or a better draft helps"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    signature: str
+    verdict: Verdict
+    line: str
+
+
+def diagnoses(report: SpeedReport) -> list[Diagnosis]:
+    """What may be wrong where drafting disappoints: a line for each of its failure signatures."""
+    return [low_acceptance(report.drafting), high_computation(report.drafting), generation_errors(report)]
+
+
+def low_acceptance(modes: Sequence[ModeFigures]) -> Diagnosis:
+    name = "Low acceptance"
+    first = {mode.mode: (mode.acceptance.by_depth or [0.0])[0] for mode in modes if mode.acceptance is not None}
+    if not first and any(mode.sources.shares for mode in modes):
+        return Diagnosis(name, "good", "Proposals were accepted; how many were made is not told in these measurements.")
+    if not first:
+        return Diagnosis(name, "good" if not modes else "look", "No drafted token was accepted, or none was drafted.")
+    worst = min((mode for mode in modes if mode.mode in first), key=lambda mode: first[mode.mode])
+    found = f"{worst.mode} accepts something in {first[worst.mode]:.0%} of its passes"
+    found += f", the least of {', '.join(first)}" if len(first) > 1 else ""
+    if worst.missed:
+        reason, share = max(worst.missed.items(), key=lambda pair: pair[1])
+        chooses_budget = reason == "budget" and worst.mode == "auto"
+        found += f"; in {share:.0%} of its misses {SIZED if chooses_budget else REMEDIES[reason]}"
+    pruned = sum(worst.missed.get(reason, 0.0) for reason in ("theta_prob", "theta_sib"))
+    return Diagnosis(name, "look" if first[worst.mode] < LOW or pruned > PRUNED else "good", f"{found}.")
+
+
+def high_computation(modes: Sequence[ModeFigures]) -> Diagnosis:
+    name, found = "High computation", ""
+    slow = [mode for mode in modes if (mode.overall.speed.high or mode.overall.speed.ratio) < 1.0]
+    if told := [(mode, mode.acceptance.proposed_per_accepted) for mode in modes if mode.acceptance is not None]:
+        dearest, proposed = max(told, key=lambda pair: pair[1])
+        merged = dearest.sources.shares.get("merged", 0.0)
+        found = f"{dearest.mode} has {proposed:.1f} nodes checked for every one accepted, and {merged:.1%} of "
+        found += "its accepted tokens from merged nodes. "
+    if not slow:
+        return Diagnosis(name, "good", f"{found}No mode is slower than plain decoding.")
+    slower = ", ".join(f"{mode.mode} {mode.overall.speed}" for mode in slow)
+    advice = "Prune more, merge more, or let auto decide."
+    return Diagnosis(name, "look", f"{found}Slower than plain decoding: {slower}. {advice}")
+
+
+def generation_errors(report: SpeedReport) -> Diagnosis:
+    name = "Generation errors"
+    ours = [mode for mode in report.modes if mode.library is None and mode.same is not None]
+    answers, same, ties = (sum(getattr(mode, what) or 0 for mode in ours) for what in ("answers", "same", "ties"))
+    if same == answers:
+        return Diagnosis(name, "good", f"None: all {answers} answers have the tokens of plain decoding.")
+    parted = f"{answers - same} of {answers} answers part from plain decoding's, {ties} of them at a tie"
+    verdicts = [mode.rescored.as_good for mode in ours if mode.rescored is not None and mode.mode != PLAIN]
+    if verdicts and all(verdicts):
+        rule = "scored in float32 they are as good as plain decoding's, which is what half precision can promise"
+        return Diagnosis(name, "good", f"None: {parted}; {rule}.")
+    if same + ties == answers and not verdicts:
+        return Diagnosis(name, "good", f"None known: {parted}, where rounding decides.")
+    wrong: Verdict = "wrong" if verdicts or report.configuration.get("dtype") == "float32" else "look"
+    advice = "the masks of tree attention may be wrong; check them with draftgraph doctor"
+    return Diagnosis(name, wrong, f"{parted}: {advice}.")
 
 
 def tables(report: SpeedReport) -> Iterator[Table]:
@@ -69,9 +159,8 @@ def tables(report: SpeedReport) -> Iterator[Table]:
 
 def to_markdown(report: SpeedReport, plot: str | None = None) -> str:
     """With a link to the `plot` where there is one."""
-    lead = [f"# {title_of(report)}", "", settings_of(report), "", explanation_of(report), ""]
-    lead += [f"![Speed by mode and task]({plot})", ""] if plot else []
-    return "\n".join([*lead, *(table.to_markdown() for table in tables(report))])
+    lead = (title_of(report), settings_of(report), explanation_of(report))
+    return document(lead, tables(report), plot, "Speed by mode and task")
 
 
 def title_of(report: SpeedReport) -> str:
@@ -81,9 +170,7 @@ def title_of(report: SpeedReport) -> str:
 
 
 def settings_of(report: SpeedReport) -> str:
-    shown = {name: value for name, value in report.configuration.items() if name not in HIDDEN and value is not None}
-    settings = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in shown.items())
-    return f"{settings}; {report.measured} of {report.planned} measurements"
+    return f"{described(report.configuration, HIDDEN)}; {report.measured} of {report.planned} measurements"
 
 
 def explanation_of(report: SpeedReport) -> str:
@@ -96,32 +183,26 @@ def explanation_of(report: SpeedReport) -> str:
 
 
 def speed_table(report: SpeedReport) -> Table:
-    tasks = tasks_of(report)
-    header = ["mode", *tasks, *([ALL] if len(tasks) > 1 else []), "95% interval", "tokens per pass", "same tokens"]
+    header = ["mode", *report.groups, "95% interval", "tokens per pass", "same tokens"]
     lines = []
     for mode in report.modes:
-        known = {figures.task: figures for figures in shown_figures(mode)}
-        cells = [labelled(ratio_of(known[task].speed) if task in known else "", report) for task in header[1:-3]]
-        same = "" if mode.same is None else f"{mode.same} of {mode.answers}"
-        same += f" ({mode.ties} ties)" if mode.ties else ""
-        lines.append([mode.mode, *cells, interval_of(mode.overall.speed), number(mode.overall.tokens_per_pass), same])
+        known, same = mode.by_task, same_of(mode.same, mode.answers, mode.ties)
+        cells = [labelled(str(known[task].speed) if task in known else "", report) for task in report.groups]
+        lines.append([mode.mode, *cells, mode.overall.speed.interval, number(mode.overall.tokens_per_pass), same])
     known_modes = {mode.mode for mode in report.modes}
     lines += [[mode, *[""] * (len(header) - 2), "failed"] for mode in report.failed if mode not in known_modes]
     return Table("Times as fast as plain decoding", header, lines)
 
 
 def times_table(report: SpeedReport) -> Table:
-    tasks = tasks_of(report)
-    places = [*tasks, *([ALL] if len(tasks) > 1 else [])]
     repeated = any(mode.overall.noise is not None for mode in report.modes)
     lines = []
     for mode in report.modes:
-        known = {figures.task: figures for figures in shown_figures(mode)}
-        times = (number(known[task].ms_per_token) if task in known else "" for task in places)
-        lines.append([mode.mode, *(labelled(time, report) for time in times)])
-        if repeated:
-            lines[-1].append("" if mode.overall.noise is None else f"{mode.overall.noise:.1%}")
-    return Table("Milliseconds per token", ["mode", *places, *(["±"] if repeated else [])], lines)
+        known = mode.by_task
+        times = (number(known[task].ms_per_token) if task in known else "" for task in report.groups)
+        noise = [percent(mode.overall.noise)] if repeated else []
+        lines.append([mode.mode, *(labelled(time, report) for time in times), *noise])
+    return Table("Milliseconds per token", ["mode", *report.groups, *(["±"] if repeated else [])], lines)
 
 
 def sources_table(report: SpeedReport) -> Table:
@@ -141,9 +222,8 @@ def rescored_table(report: SpeedReport) -> Table:
     for mode in report.modes:
         if (found := mode.rescored) is not None:
             gaps = [f"{found.not_best:.2%}", f"{found.largest_gap:.3f}", f"{found.mean_gap:.5f}"]
-            lines.append(
-                [mode.mode, str(found.answers), str(found.tokens), *gaps, VERDICTS[found.within, found.as_good]]
-            )
+            verdict = VERDICTS[found.within, found.as_good]
+            lines.append([mode.mode, str(found.answers), str(found.tokens), *gaps, verdict])
     return Table("Scored again in float32", header, lines)
 
 
@@ -172,9 +252,9 @@ def costs_table(report: SpeedReport) -> Table:
     header = ["mode", "first token, ms", "nodes per pass", "draft passes per pass", "warm-up, s"]
     lines = []
     for mode in report.modes:
-        cells = [mode.mode, labelled(number(mode.overall.first_token_ms), report)]
-        cells += [number(mode.overall.nodes_per_pass), number(mode.overall.draft_passes), number(mode.warm_up_seconds)]
-        lines.append(cells)
+        figures = (mode.overall.nodes_per_pass, mode.overall.draft_passes, mode.warm_up_seconds)
+        first = labelled(number(mode.overall.first_token_ms), report)
+        lines.append([mode.mode, first, *map(number, figures)])
     for title, figure, unit in MEASURED:
         values = [getattr(mode, figure) for mode in report.modes]
         if any(value is not None for value in values):
@@ -184,29 +264,9 @@ def costs_table(report: SpeedReport) -> Table:
     return Table("What it costs", header, lines)
 
 
-def tasks_of(report: SpeedReport) -> list[str]:
-    return list(dict.fromkeys(figures.task for mode in report.modes for figures in mode.tasks))
-
-
-def shown_figures(mode: ModeFigures) -> list[Figures]:
-    return [*mode.tasks, mode.overall]
-
-
 def labelled(cell: str, report: SpeedReport) -> str:
     """A figure of an inflated target says so itself, wherever it is copied to."""
     return f"{cell} ({report.label})" if cell and report.label else cell
-
-
-def ratio_of(speed: Speed) -> str:
-    return f"{speed.ratio:.2f}x"
-
-
-def interval_of(speed: Speed) -> str:
-    return "" if speed.low is None or speed.high is None else f"{speed.low:.2f}–{speed.high:.2f}"
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def shares_of(sources: Sources) -> list[str]:
@@ -214,5 +274,50 @@ def shares_of(sources: Sources) -> list[str]:
     return [percent(share) for share in shares]
 
 
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
+def save_plot(report: SpeedReport, file: Path) -> Path | None:
+    """None: there is no matplotlib, or there are more modes than a picture can show; the page has a chart of those."""
+    if len(report.modes) > MOST_MODES or not has_matplotlib():
+        return None
+    figure = new_figure(title_of(report), 12, 4.8)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    draw_speed(left, report)
+    draw_sources(right, [mode for mode in report.modes if mode.sources.shares])
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_speed(axes: Any, report: SpeedReport) -> None:
+    """With 95% intervals where a task has several prompts."""
+    modes, groups = [mode for mode in report.modes if mode.mode != PLAIN], report.groups
+    width = 0.8 / max(len(modes), 1)
+    for index, mode in enumerate(modes):
+        known = mode.by_task
+        here = {place: known[task].speed for place, task in enumerate(groups) if task in known}
+        places = [place + (index + 0.5) * width - 0.4 for place in here]
+        heights = [speed.ratio for speed in here.values()]
+        bars = {"yerr": errors([*here.values()]), "capsize": 2, "color": COLOURS[index % len(COLOURS)]}
+        axes.bar(places, heights, width, label=mode.mode, **bars)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right")
+    axes.set_title(labelled("Times as fast as plain decoding", report), fontsize="medium")
+    if modes:
+        axes.legend(**BESIDE)
+
+
+def errors(speeds: list[Speed]) -> list[list[float]]:
+    below = [math.nan if one.low is None else one.ratio - one.low for one in speeds]
+    above = [math.nan if one.high is None else one.high - one.ratio for one in speeds]
+    return [below, above]
+
+
+def draw_sources(axes: Any, modes: list[ModeFigures]) -> None:
+    bottoms = [0.0] * len(modes)
+    for index, source in enumerate(SOURCES):
+        shares = [mode.sources.shares[source] for mode in modes]
+        axes.bar([mode.mode for mode in modes], shares, bottom=bottoms, label=source, color=COLOURS[index])
+        bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
+    axes.set_title("Accepted tokens by source, looping answers included", fontsize="medium")
+    axes.set(ylim=(0, 1.01), ylabel="share")
+    if modes:
+        axes.tick_params(axis="x", rotation=30)
+        axes.legend(**BESIDE)

@@ -1,8 +1,9 @@
-"""What a draft may grow: the structures that are compared, under the names that reports use."""
+"""What is compared, under the names that reports use: structures, modes, other libraries' methods, suites."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftgraph.config import CHOICES, RANGES, GraphConfig
@@ -70,3 +71,35 @@ def setting_named(word: str) -> tuple[str, Any]:
         return name, kinds[name](value)
     except ValueError as error:
         raise UsageError(f"{name} must be a number, not {value!r}") from error
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts are those of each task, the first ones."""
+
+    prompts: int
+    new_tokens: int
+    repeats: int
+    modes: Sequence[str]
+
+    def changed(self, **given: Any) -> Suite:
+        """With what was given; None: not given."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+
+OF_TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
+DEFAULT = Suite(prompts=8, new_tokens=128, repeats=3, modes=MODES)
+SUITES = {
+    "quick": Suite(2, 40, 1, ("off", "chain-4", "tree", "graph", "auto", *OF_TRANSFORMERS)),  # minutes on two cores
+    "full": Suite(8, 128, 3, ("off", "chain-2", *MODES[1:], *OF_TRANSFORMERS)),
+}
+
+
+def suite_named(name: str | None) -> Suite:
+    """
+    >>> suite_named("quick").changed(repeats=3, prompts=None).repeats
+    3
+    """
+    if name is not None and name not in SUITES:
+        raise UsageError(f"there is no suite {name}: choose of {', '.join(SUITES)}")
+    return DEFAULT if name is None else SUITES[name]

@@ -1,18 +1,141 @@
-"""Tasks to measure on: files of JSON lines, a task being named after its file; own ones; datasets of the hub."""
+"""Tasks to measure on: files of JSON lines, each a task named after its file; own ones; datasets of the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from draftgraph.bench.hub_tasks import HUB, hub_prompts
-from draftgraph.bench.task_prompts import TaskPrompt, read_prompts
 from draftgraph.errors import UsageError
+from draftgraph.models.cache import offline
+from draftgraph.models.faults import one_line
 
 SUFFIX = ".jsonl"
 OWN, OWN_FOLDER = "own", Path(__file__).with_name("own")
+TAG = re.compile(r"^\s*\[[^\]]{1,6}\]")
+Row = Mapping[str, Any]
+
+
+class TaskPrompt(str):
+    """A prompt as text; `reference` is a good answer to it, `kind` what sort of task it is: both say how to score.
+
+    >>> TaskPrompt("Translate German to English: Guten Tag", reference="Good day", kind="translation").reference
+    'Good day'
+    """
+
+    reference: str | None
+    kind: str | None
+
+    def __new__(cls, prompt: str, reference: str | None = None, kind: str | None = None) -> TaskPrompt:
+        self = super().__new__(cls, prompt)
+        self.reference, self.kind = reference, kind
+        return self
+
+
+def read_prompts(file: Path) -> Iterator[TaskPrompt]:
+    """Prompt by prompt, so that nothing behind the last one that is wanted must be right."""
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield prompt_of(line, f"{file}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read as UTF-8 text: {error}") from error
+
+
+def prompt_of(line: str, place: str) -> TaskPrompt:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f'{place}: not JSON; write {{"prompt": "..."}}') from error
+    prompt = first_said(row) if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UsageError(f'{place}: no prompt; write {{"prompt": "..."}}')
+    return TaskPrompt(prompt, text_or_none(row.get("reference")), text_or_none(row.get("task")))
+
+
+def first_said(row: dict[str, Any]) -> object:
+    """The prompt, or the first turn of a conversation, as in the rows of Spec-Bench and MT-Bench."""
+    turns = row.get("turns")
+    return turns[0] if "prompt" not in row and isinstance(turns, list) and turns else row.get("prompt")
+
+
+def text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) and value.strip() else None
+
+
+@dataclass(frozen=True)
+class HubTask:
+    """Where a dataset is, and what its rows ask."""
+
+    path: str
+    config: str | None
+    split: str
+    prompt_of: Callable[[Row], TaskPrompt]
+
+
+def summary(row: Row) -> TaskPrompt:
+    request = f"{row['document']}\n\nSummarize the above article in one sentence."
+    return TaskPrompt(request, row["summary"], "summarization")
+
+
+def instruction(row: Row) -> TaskPrompt:
+    request = f"{row['instruction']}\n\n{row['input']}" if row["input"] else row["instruction"]
+    return TaskPrompt(request, row["output"], "instruction")
+
+
+def translation(row: Row, from_language: str, from_key: str, to_language: str, to_key: str) -> TaskPrompt:
+    pair = row["translation"]
+    return TaskPrompt(f"Translate {from_language} to {to_language}: {pair[from_key]}", pair[to_key], "translation")
+
+
+def code(row: Row) -> TaskPrompt:
+    request = "Complete the following Python function. Return the full function."
+    return TaskPrompt(f"{request}\n\n```python\n{row['prompt'].rstrip()}\n```", row["canonical_solution"], "code")
+
+
+def story(row: Row) -> TaskPrompt:
+    """Prompts of the forum begin with a tag, as in [ WP ]."""
+    idea = TAG.sub("", row["prompt"]).strip()
+    return TaskPrompt(f"Write a short story based on this idea: {idea}", row["story"], "story")
+
+
+def first_turn(row: Row) -> TaskPrompt:
+    good = row["reference"][0] if row.get("reference") else None
+    return TaskPrompt(row["prompt"][0], text_or_none(good), f"mt_bench/{row['category']}")
+
+
+HUB = {
+    "gsm8k": HubTask("openai/gsm8k", "main", "test", lambda row: TaskPrompt(row["question"], row["answer"], "math")),
+    "xsum": HubTask("EdinburghNLP/xsum", None, "test", summary),
+    "alpaca": HubTask("tatsu-lab/alpaca", None, "train", instruction),
+    "wmt14_deen": HubTask("wmt/wmt14", "de-en", "test", lambda row: translation(row, "German", "de", "English", "en")),
+    "wmt14_ende": HubTask("wmt/wmt14", "de-en", "test", lambda row: translation(row, "English", "en", "German", "de")),
+    "humaneval": HubTask("openai/openai_humaneval", None, "test", code),
+    "writing_prompts": HubTask("euclaise/writingprompts", None, "test", story),
+    "mt_bench": HubTask("HuggingFaceH4/mt_bench_prompts", None, "train", first_turn),
+}
+
+
+def hub_prompts(name: str) -> Iterator[TaskPrompt]:
+    """Row by row: no more of a dataset is fetched than is asked for."""
+    task = HUB[name]
+    if offline():
+        raise UsageError(f"hub:{name} must be fetched, and HF_HUB_OFFLINE or DRAFTGRAPH_OFFLINE forbids it: use own")
+    try:
+        load_dataset: Any = import_module("datasets").load_dataset
+    except (ImportError, AttributeError) as error:  # a folder named datasets imports too, as an empty package
+        raise UsageError(f"hub:{name} needs the datasets package: pip install 'draftgraph[bench]'") from error
+    try:
+        for row in load_dataset(task.path, task.config, split=task.split, streaming=True):
+            yield task.prompt_of(row)
+    except Exception as error:  # the hub, the disk and pyarrow each have errors of their own
+        raise UsageError(f"cannot read {task.path} for hub:{name}: {one_line(error)}") from error
 
 
 class Task(NamedTuple):

@@ -6,20 +6,23 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.table import Table
 
-from draftgraph.bench.report import MEAN, REASON, DraftReport
-from draftgraph.bench.report import Table as Titled
+from draftgraph.bench.reporting import MEAN, REASON, need_matplotlib
+from draftgraph.bench.reporting import Table as Titled
 from draftgraph.bench.structures import chosen
 from draftgraph.bench.tasks import read_tasks
 from draftgraph.cli.command import register
 from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
 from draftgraph.cli.terminal import console, load_pair, stderr_console, write_json
 from draftgraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftgraph.bench.draft import DraftReport
 
 WIDTH = 120  # of tables that no terminal shows
 FIRST = 8  # characters of the first column, at least
@@ -101,8 +104,6 @@ def numbers(text: str) -> list[float]:
 
 def refuse_unwritable(folder: Path) -> None:
     """Before any work: a folder, or a plot, that could not be written at the end."""
-    from draftgraph.bench.plot import need_matplotlib
-
     need_matplotlib()
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftgraph.bench.runs import FILE
-from draftgraph.bench.structures import MODES, PEERS, mode_named
-from draftgraph.bench.suites import DEFAULT, SUITES, suite_named
+from draftgraph.bench.structures import DEFAULT, MODES, PEERS, SUITES, mode_named, suite_named
 from draftgraph.bench.tasks import OWN, read_tasks
 from draftgraph.cli.bench import TASKS, Tasks, listed, show_tables
 from draftgraph.cli.errors import complain

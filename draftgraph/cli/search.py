@@ -17,7 +17,7 @@ from draftgraph.cli.terminal import busy, load_pair, stderr_console, write_json
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
-    from draftgraph.tuning.search_report import SearchReport
+    from draftgraph.bench.search_report import SearchReport
 
 PANEL, OUTPUT, FOLDER = "Search", "Input and output", "search"
 Search = Annotated[
@@ -56,12 +56,12 @@ def search_settings(
         raise UsageError("a search needs prompts: give --data a file of JSON lines, or a folder of them")
     found = read_tasks(data, listed(tasks), prompts)
     with busy("starting"):
-        from draftgraph.tuning.history import need_optuna
+        from draftgraph.bench.searching import need_optuna
 
         need_optuna()
     folder = Path(out or FOLDER)
     pair = load_pair(settings)
-    from draftgraph.tuning.searching import PROFILE, search
+    from draftgraph.bench.searching import PROFILE, search
 
     report = search(
         pair,
@@ -84,6 +84,6 @@ def search_settings(
 
 
 def show(report: SearchReport) -> None:
-    from draftgraph.tuning.search_tables import explanation_of, settings_of, tables, title_of
+    from draftgraph.bench.search_report import explanation_of, settings_of, tables, title_of
 
     show_tables(tables(report), f"{explanation_of(report)}\n{title_of(report)}; {settings_of(report)}")

@@ -15,7 +15,7 @@ from draftgraph.cli.terminal import busy, console, load_pair, stderr_console, wr
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
-    from draftgraph.tuning.report import TuneReport
+    from draftgraph.bench.tune import TuneReport
 
 TUNE_OPTIONS = ("target", "draft", "device", "dtype", "k", "max_nodes", "max_depth", "seed", "json", "config", "debug")
 CHOICES = ("draft's best\ntoken right", "draft\nlevels", "checked\nnodes", "tokens\nper pass", "times as\nfast as off")
@@ -49,8 +49,8 @@ def tune(
         refuse_unwritable(Path(out))
     pair = load_pair(settings)
     with busy("measuring"):
-        from draftgraph.bench.draft import name_of
-        from draftgraph.tuning.report import tune as measured
+        from draftgraph.bench.speed import name_of
+        from draftgraph.bench.tune import tune as measured
 
         target = settings.target or name_of(pair.target)
         report = measured(pair.decoder, config, target, None if pair.draft is None else settings.draft or "its own")

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from draftgraph.bench.paper.finding import Finding
 from draftgraph.bench.paper.items import TAUS, TEMPERATURES
-from draftgraph.bench.paper.masks import SETTINGS
-from draftgraph.bench.report import Table
+from draftgraph.bench.paper.probes import SETTINGS
+from draftgraph.bench.paper.timed_findings import Finding
+from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import Record
 
 AT_TARGET, AT_DRAFT = "target", "draft"  # where masks are wrong: their settings begin so

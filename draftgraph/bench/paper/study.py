@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from draftgraph.bench.paper.best_setting import search_best
-from draftgraph.bench.paper.draft_sizes import compare_drafts
-from draftgraph.bench.paper.items import ITEMS, MAIN, SIZES, Item, Size, refuse_draft_names
-from draftgraph.bench.paper.looking import look_into_answers
-from draftgraph.bench.runs import FILE, PLAIN, Place, Record, all_places, digest, of_kind, records_in
-from draftgraph.bench.speed import Deadline, bench_run, inflated_pair, mark_of
-from draftgraph.bench.speed_report import answers_to_rescore
+from draftgraph.bench.paper.items import (
+    DRAFTS,
+    ITEMS,
+    MAIN,
+    NO_DRAFT,
+    PAIRS_DRAFT,
+    SIZES,
+    TARGET_ITSELF,
+    Item,
+    Size,
+    draft_item,
+    first_prompts,
+    refuse_draft_names,
+)
+from draftgraph.bench.paper.probes import look_into_answers
+from draftgraph.bench.paper.timed_findings import SEARCH, SIZES_FILE, known_sizes, report_in
+from draftgraph.bench.reporting import write_files
+from draftgraph.bench.runs import FILE, PLAIN, Deadline, Place, Record, all_places, digest, of_kind, records_in
+from draftgraph.bench.searching import ROUNDS, OutOfTime, answers_of_a_round, asked_for, need_optuna, search
+from draftgraph.bench.speed import bench_run, inflated_pair, mark_of
+from draftgraph.bench.speed_report import answers_to_rescore, label_of
+from draftgraph.decoder import weights_read
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.errors import UsageError
+from draftgraph.models.cache import notice
 from draftgraph.pair import Pair
 
 LEAST = 1.0  # second: with less nothing is begun
@@ -132,3 +149,62 @@ class Study:
             target = self._large[1].target if self._large else inflated_pair(pair, self.inflate).target
             self._large = (pair.target, pair.draft), Pair(target, pair.draft, pair.tokenizer)
         return self._large[1]
+
+
+def compare_drafts(study: Study, others: Mapping[str, Any]) -> bool:
+    """Whether all are measured."""
+    pair = study.pair
+    drafts = {NO_DRAFT: None, PAIRS_DRAFT: pair.draft, TARGET_ITSELF: pair.target} | dict(others)
+    if pair.draft is pair.target:
+        del drafts[TARGET_ITSELF]
+    sizes = {name: 0 if draft is None else weights_read(draft) for name, draft in drafts.items()}
+    known = json.dumps(known_sizes(study.folder) | sizes, indent=2) + "\n"
+    write_files(study.folder / DRAFTS, {SIZES_FILE: known})
+    done = [
+        study.times(
+            draft_item(name),
+            Pair(pair.target, draft, pair.tokenizer),
+            {} if name == PAIRS_DRAFT else {"draft": None if draft is None else name},
+        )
+        for name, draft in drafts.items()
+    ]
+    return all(done)
+
+
+def search_best(study: Study) -> bool:
+    """Whether it is done, or cannot be: without Optuna the study goes on with the rest."""
+    try:
+        need_optuna()
+    except UsageError as error:
+        notice(f"open question 3 is left out: {error}")
+        return True
+    prompts = first_prompts(study.tasks, MAIN, study.size.searched_prompts)
+    if search_is_finished(study, prompts):
+        return True
+    # A round is the longest that a search does without looking at the clock.
+    if not study.has_time(answers_of_a_round(sum(map(len, prompts.values()))) * study.usual_seconds()):
+        return False
+    try:
+        report = search(
+            study.large(study.pair),
+            prompts,
+            study.folder / SEARCH,
+            trials=study.size.trials,
+            max_new_tokens=study.size.new_tokens,
+            seconds=study.deadline.left,
+            seed=study.seed,
+            names=dict(study.names) | {"inflated": label_of(study.inflate)},
+            compare_early=False,
+        )
+    except OutOfTime:
+        return False
+    return len(report.trials) >= study.size.trials and report.rounds >= ROUNDS
+
+
+def search_is_finished(study: Study, prompts: Mapping[str, Sequence[str]]) -> bool:
+    """Whether it need not be opened: its circumstances are those of the items."""
+    report = report_in(study.folder)
+    if len(report["trials"]) < study.size.trials or report["rounds"] < ROUNDS:
+        return False
+    known, asked = report["configuration"], asked_for(prompts, study.size.new_tokens, study.seed)
+    return bool(known == known | {name: value for name, value in study.here.items() if name in known} | asked)

@@ -2,27 +2,179 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import Any
 
-from draftgraph.bench.paper.counts import Measured, measured
-from draftgraph.bench.paper.finding import COUNTS, Finding, counts_row, speed_table
 from draftgraph.bench.paper.items import (
     CHAINS,
+    DRAFTS,
     GRID,
+    NO_DRAFT,
     OUT_DEGREES,
+    PAIRS_DRAFT,
     PAPER_POINT,
     PRUNING,
+    TARGET_ITSELF,
     TAUS,
     TEMPERATURES,
     grid_modes,
 )
-from draftgraph.bench.report import Table
+from draftgraph.bench.reporting import Table
+from draftgraph.bench.runs import FILE, Record, of_kind, records_in
+from draftgraph.bench.searching import ROUNDS, need_optuna
+from draftgraph.bench.speed_report import ALL, SpeedReport
+from draftgraph.errors import UsageError
+from draftgraph.stats import SOURCES
 
+COUNTS = [
+    "setting",
+    "times as fast",
+    "tokens per pass",
+    "nodes per pass",
+    "draft tokens per token",
+    "accepted",
+    "merged",
+]
 PAPER_SPEED = "1.73x to 1.96x"
 PAPER_MERGED = 0.30
 NEAR = 0.97  # of the best speed: no worse, as far as one can tell
+SIZES_FILE = "sizes.json"  # how many weights a pass of each draft reads
+DRAFT_TITLES = {NO_DRAFT: "no draft model", PAIRS_DRAFT: "the pair's draft", TARGET_ITSELF: "the target itself"}
+INFLATED_TITLES = DRAFT_TITLES | {TARGET_ITSELF: "the target before it was inflated"}
+SEARCH = "search"  # its folder
+QUESTION = "Open question 3: which fixed setting is the best?"
+TOLD_VALUES = 3  # that mattered most
+
+
+@dataclass(frozen=True)
+class Sameness:
+    """Answers against those of plain decoding."""
+
+    answers: int
+    at_ties: int  # that part from it there
+    elsewhere: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Record]) -> Sameness:
+        ties = sum(run["tie"] for run in runs)
+        return cls(len(runs), ties, sum(not run["same"] for run in runs) - ties)
+
+    def __add__(self, other: Sameness) -> Sameness:
+        mine, others = astuple(self), astuple(other)
+        return Sameness(*map(sum, zip(mine, others, strict=True)))
+
+    def __str__(self) -> str:
+        words = "the same" + (" but at ties of rounding" if self.at_ties else "")
+        return words + (f", and NOT in {self.elsewhere} of {self.answers} answers" if self.elsewhere else "")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one mode."""
+
+    tokens: int  # of all answers
+    passes: int  # of the target
+    nodes: int  # that it checked
+    drafted: int  # tokens that the draft was fed
+    accepted: dict[str, int]  # by source
+
+    @classmethod
+    def of(cls, runs: Sequence[Record]) -> Counts:
+        return cls(
+            sum(run["new_tokens"] for run in runs),
+            sum(run["steps"] for run in runs),
+            sum(run["nodes"] for run in runs),
+            sum(run["draft_tokens"] for run in runs),
+            {source: sum(run["accepted_by_source"].get(source, 0) for run in runs) for source in SOURCES},
+        )
+
+    @property
+    def per_pass(self) -> float:
+        """Tokens per pass of the target."""
+        return self.tokens / self.passes
+
+    @property
+    def acceptance(self) -> float:
+        """How much of what the target checked it accepted, roots apart."""
+        return sum(self.accepted.values()) / max(1, self.nodes - self.passes)
+
+    @property
+    def drafted_per_token(self) -> float:
+        return self.drafted / self.tokens
+
+    @property
+    def merged(self) -> float:
+        """The share of accepted tokens that came from merged nodes."""
+        return self.accepted["merged"] / max(1, sum(self.accepted.values()))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An item: its report, and the sums of every mode."""
+
+    report: SpeedReport
+    modes: dict[str, Counts]
+    sameness: Sameness
+
+    def speed(self, mode: str) -> float:
+        """Times as fast as plain decoding."""
+        return self.report.mode(mode).overall.speed.ratio
+
+    def shown(self, mode: str, task: str = ALL) -> str:
+        return str(self.report.mode(mode).by_task[task].speed)
+
+    def fastest(self, modes: Sequence[str]) -> str:
+        return max((mode for mode in modes if mode in self.modes), key=self.speed)
+
+    @property
+    def tasks(self) -> list[str]:
+        return [one.task for one in self.report.modes[0].tasks]
+
+
+def measured(folder: Path) -> Measured | None:
+    """None: not all of it is done."""
+    if not (folder / FILE).exists():
+        return None
+    records = records_in(folder / FILE)
+    runs, sessions = of_kind(records, "run"), of_kind(records, "session")
+    if not sessions or len(runs) < sessions[-1]["planned"]:
+        return None
+    by_mode: dict[str, list[Record]] = {}
+    for run in runs:
+        by_mode.setdefault(run["mode"], []).append(run)
+    modes = {mode: Counts.of(these) for mode, these in by_mode.items()}
+    return Measured(SpeedReport.of(records), modes, Sameness.of(runs))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An item of the paper, what was found, and the table behind it."""
+
+    name: str
+    question: str
+    answer: str
+    table: Table | None = None
+    agrees: bool | None = None  # with the paper; None: it says nothing of this
+    figures: dict[str, float] = field(default_factory=dict)
+    timed: bool = True  # False: looked into with the pair as it is, inflated or not
+
+
+def counts_row(words: str, known: Measured, mode: str) -> list[str]:
+    one = known.modes[mode]
+    figures = [one.per_pass, one.nodes / one.passes, one.drafted_per_token]
+    shares = [f"{one.acceptance:.1%}", f"{one.merged:.1%}"]
+    return [words, known.shown(mode), *(f"{figure:.2f}" for figure in figures), *shares]
+
+
+def speed_table(known: Measured, modes: Sequence[str]) -> Table:
+    groups = [*known.tasks, ALL]
+    rows = [[mode, *(known.shown(mode, task) for task in groups)] for mode in modes]
+    return Table("Times as fast as plain decoding", ["mode", *groups], rows)
 
 
 def main_table(name: str, known: Measured) -> Finding:
@@ -167,3 +319,110 @@ def temperatures(name: str, folder: Path) -> Finding | None:
     answer = f"With keyed noise the same graph serves both; with and without drafting tokens are {written}. {told}."
     table = Table("By temperature", ["temperature", "best chain", *modes, "merged"], rows)
     return Finding(name, "Open question 2: greedy against sampling", answer, table)
+
+
+def known_sizes(folder: Path) -> dict[str, int]:
+    file = folder / DRAFTS / SIZES_FILE
+    sizes: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return sizes
+
+
+def draft_sizes(name: str, folder: Path) -> Finding | None:
+    sizes = known_sizes(folder)
+    found = {draft: known for draft in sizes if (known := measured(folder / DRAFTS / draft)) is not None}
+    if len(found) < 2:
+        return None
+    ordered = sorted(found, key=lambda draft: sizes[draft])
+    speeds = {draft: found[draft].speed(fastest_of(found[draft])) for draft in ordered}
+    told = "; ".join(told_of(draft, found[draft], sizes[draft]) for draft in ordered)
+    best = max(ordered, key=lambda draft: speeds[draft])
+    rows = [row for draft in ordered for row in draft_rows(draft, found[draft], sizes[draft])]
+    return Finding(
+        name,
+        "Claim: how does the size of the draft matter?",
+        f"By the weights that a pass of the draft reads: {told}. The fastest is {draft_title(best, found[best])}.",
+        Table("By draft", ["draft", "weights read", "mode", *COUNTS[1:]], rows),
+        figures=speeds,
+    )
+
+
+def fastest_of(known: Measured) -> str:
+    return known.fastest((*CHAINS, "graph", "auto"))
+
+
+def told_of(draft: str, known: Measured, size: int) -> str:
+    mode = fastest_of(known)
+    one, title = known.modes[mode], draft_title(draft, known) + (f" ({millions(size)})" if size else "")
+    figures = f"{one.per_pass:.2f} tokens per pass, {one.acceptance:.1%} accepted"
+    return f"{title} {known.shown(mode)} with {mode}, {figures}"
+
+
+def draft_rows(draft: str, known: Measured, size: int) -> list[list[str]]:
+    """Its best chain, the graph and auto, as far as it has them."""
+    chains = [mode for mode in CHAINS if mode in known.modes]
+    modes = [*([known.fastest(chains)] if chains else []), *(mode for mode in ("graph", "auto") if mode in known.modes)]
+    return [[draft_title(draft, known), millions(size), *counts_row(mode, known, mode)] for mode in modes]
+
+
+def draft_title(draft: str, known: Measured) -> str:
+    return (DRAFT_TITLES if known.report.label is None else INFLATED_TITLES).get(draft, draft)
+
+
+def millions(weights: int) -> str:
+    """
+    >>> millions(134515008)
+    '134.5M'
+    """
+    return f"{weights / 1e6:.1f}M"
+
+
+def report_in(folder: Path) -> dict[str, Any]:
+    """What `SearchReport.to_dict` gave, if it was called so far."""
+    file = folder / SEARCH / "search.json"
+    nothing: dict[str, Any] = {"trials": [], "rounds": 0}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else nothing
+
+
+def best_setting(name: str, folder: Path) -> Finding | None:
+    """None: the search is not done. Where it cannot be done, that is the answer."""
+    report = report_in(folder)
+    if report["rounds"] >= ROUNDS:
+        return best_setting_in(name, report)
+    try:
+        need_optuna()
+    except UsageError as error:
+        return Finding(name, QUESTION, f"Not measured: {error}", timed=False)
+    return None
+
+
+def best_setting_in(name: str, report: dict[str, Any]) -> Finding:
+    compared = {one["name"]: one for one in report["compared"]}
+    best, auto = compared[report["best"]["name"]], compared["auto"]
+    paper = next(one for one in compared.values() if one["paper"])
+    the_papers = ", which is the paper's" if best is paper else f"; the paper's has {speed_of(paper):.2f}x"
+    weights = sorted(report["importance"].items(), key=lambda item: -item[1])[:TOLD_VALUES]
+    mattered = ", ".join(f"{value} ({weight:.0%})" for value, weight in weights)
+    answer = (
+        f"Of {len(report['trials'])} settings tried the best is {setting_named(best)} with {speed_of(best):.2f}x"
+        f"{the_papers}; auto, which needs none, has {speed_of(auto):.2f}x. "
+    )
+    answer += f"What mattered most: {mattered}." if mattered else "Too few trials to tell which values matter."
+    header = ["setting", "times as fast", "tokens per pass", "nodes per pass", "cost of a step, in passes"]
+    rows = []
+    for one in compared.values():
+        marks = [mark for mark, holds in (("best", one is best), ("paper", one["paper"])) if holds]
+        words = f"{setting_named(one)} ({', '.join(marks)})" if marks else setting_named(one)
+        figures = [one["outcome"]["tokens_per_pass"], one["outcome"]["nodes_per_pass"], one["step_cost"]]
+        rows.append([words, f"{speed_of(one):.2f}x", *(f"{figure:.2f}" for figure in figures)])
+    speeds = {"best": speed_of(best), "paper": speed_of(paper), "auto": speed_of(auto)}
+    return Finding(name, QUESTION, answer, Table("Settings beside each other", header, rows), figures=speeds)
+
+
+def speed_of(one: dict[str, Any]) -> float:
+    ratio: float = one["outcome"]["speed"]["ratio"]
+    return ratio
+
+
+def setting_named(one: dict[str, Any]) -> str:
+    values = {name: value for name, value in one["setting"].items() if name != "mode"}
+    return ", ".join(f"{name}={value}" for name, value in values.items()) or one["name"]

@@ -1,0 +1,102 @@
+"""What reports have in common: tables, figures as text, pictures, and files that take the place of older ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftgraph.errors import UsageError
+from draftgraph.models.cache import replacing
+
+MEAN = "mean"  # the last row of a table, drawn apart
+REASON = "reason"  # a column of whole sentences
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+LINES = ("solid", "dashed", "dotted")
+BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}  # a legend
+LOOPS = (
+    "A looping answer ends in the same few words over and over (at most 24 tokens, three times or more), which is easy "
+    "to foresee and flatters a draft."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+
+    def to_markdown(self) -> str:
+        return f"## {self.title}\n\n{self.cells}\n"
+
+    @property
+    def cells(self) -> str:
+        """In Markdown, without the title."""
+        marks = ["---", *["---:"] * (len(self.header) - 1)]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.header, marks, *self.lines))
+
+
+def document(lead: Sequence[str], tables: Iterable[Table], picture: str | None = None, alt: str = "") -> str:
+    """Markdown: a title, paragraphs, a link to the picture where there is one, and tables."""
+    paragraphs = [f"# {lead[0]}", *lead[1:], *([f"![{alt}]({picture})"] if picture else [])]
+    return "\n\n".join([*paragraphs, "\n".join(table.to_markdown() for table in tables)])
+
+
+def shown_settings(settings: Mapping[str, Any], hidden: Sequence[str] = ()) -> dict[str, str]:
+    known = {name: value for name, value in settings.items() if name not in hidden and value is not None}
+    return {name.replace("_", " "): str(value) for name, value in known.items()}
+
+
+def described(settings: Mapping[str, Any], hidden: Sequence[str] = ()) -> str:
+    return "; ".join(f"{name}: {value}" for name, value in shown_settings(settings, hidden).items())
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def same_of(same: int | None, answers: int, ties: int) -> str:
+    """Answers with the tokens of plain decoding; None: no claim."""
+    return ("" if same is None else f"{same} of {answers}") + (f" ({ties} ties)" if ties else "")
+
+
+def write_files(folder: Path, contents: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        with replacing(folder / name) as partial:
+            partial.write_text(content, encoding="utf-8")
+
+
+def need_matplotlib() -> None:
+    """Before any work: without it nothing could be drawn at the end."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("plots need matplotlib: pip install 'draftgraph[bench]'") from error
+
+
+def has_matplotlib() -> bool:
+    try:
+        need_matplotlib()
+    except UsageError:
+        return False
+    return True
+
+
+def new_figure(title: str, width: float, height: float, **style: Any) -> Any:
+    need_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, **style)
+    return figure
+
+
+def save_figure(figure: Any, folder: Path, name: str, kinds: Sequence[str] = ("svg", "png")) -> None:
+    for kind in kinds:
+        figure.savefig(folder / f"{name}.{kind}", dpi=150)
