@@ -15,16 +15,14 @@ from rich.console import Console
 from test_bench_report import TASKS, made_up, of_a_peer, report_of
 from test_inspect import no_errors
 
-from draftgraph.bench.charts import Bar, bars, lines, nice, stacks
-from draftgraph.bench.page import Part, Section, page, paper_part
+from draftgraph.bench.page import Bar, Part, Section, bars, lines, nice, page, paper_part, stacks
+from draftgraph.bench.paper.findings import COUNTS, Finding
 from draftgraph.bench.paper.items import grid_modes
 from draftgraph.bench.paper.report import PaperReport
-from draftgraph.bench.paper.timed_findings import COUNTS, Finding
 from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import Record
 from draftgraph.bench.speed import bench_run
-from draftgraph.bench.speed_report import SpeedReport
-from draftgraph.bench.speed_tables import diagnoses
+from draftgraph.bench.speed_report import SpeedReport, diagnoses
 from draftgraph.cli.bench import drawn, narrowed
 from draftgraph.tuning.latency import Curve, Latencies
 

@@ -19,13 +19,13 @@ from families import perturbed
 from draftgraph import UsageError
 from draftgraph.bench import inflation, searching
 from draftgraph.bench.inflation import Shape
-from draftgraph.bench.paper import probe_findings, probes, timed_findings
+from draftgraph.bench.paper import findings, items, probes
 from draftgraph.bench.paper import study as study_module
+from draftgraph.bench.paper.findings import Finding, Sameness, known_sizes, measured
 from draftgraph.bench.paper.items import CHAINS, ITEMS, SIZES, Item, Size, grid_modes
 from draftgraph.bench.paper.probes import Looks, probed, scored_probes
 from draftgraph.bench.paper.report import PaperReport
 from draftgraph.bench.paper.study import Study, bench_paper
-from draftgraph.bench.paper.timed_findings import Finding, Sameness, known_sizes, measured
 from draftgraph.bench.runs import FILE, Deadline, Record, read_records
 from draftgraph.bench.structures import mode_named
 from draftgraph.bench.tasks import TaskPrompt
@@ -202,7 +202,7 @@ def test_the_best_setting_stands_beside_the_papers_and_auto(study: Path) -> None
 def test_which_values_mattered_is_told(study: Path) -> None:
     report = json.loads((study / "search" / "search.json").read_text())
     weights = {"k": 0.1, "max_nodes": 0.5, "tau": 0.05, "growth": 0.35}
-    answer = timed_findings.best_setting_in("question-3", report | {"importance": weights}).answer
+    answer = findings.best_setting_in("question-3", report | {"importance": weights}).answer
     assert answer.endswith("What mattered most: max_nodes (50%), growth (35%), k (10%).")
 
 
@@ -230,7 +230,7 @@ def test_the_best_are_compared_when_all_trials_are_done(
     monkeypatch.setattr(searching.Limit, "allows", lambda *_: next(allowed))
     arguments: dict[str, Any] = {"trials": 2, "max_new_tokens": 6, "compare_early": False}
     first = searching.search(pair, {"gsm8k": ["a cat"]}, tmp_path, **arguments)
-    assert (len(first.trials), first.rounds) == (1, 0) and timed_findings.best_setting("question-3", tmp_path) is None
+    assert (len(first.trials), first.rounds) == (1, 0) and findings.best_setting("question-3", tmp_path) is None
     monkeypatch.undo()
     second = searching.search(pair, {"gsm8k": ["a cat"]}, tmp_path, **arguments)
     assert (len(second.trials), second.rounds) == (2, searching.ROUNDS) and second.trials[0] == first.trials[0]
@@ -261,14 +261,14 @@ def test_wrong_masks_at_the_draft_are_plain_decoding_and_one_that_is_not_is_told
     one = found(study, "check-2-accuracy")
     assert one.agrees and one.table is not None and one.table.lines[-1][:3] == ["draft 0.5", "0%", "100%"]
     changed: list[Record] = [record | {"first_difference": 3, "right": True, "plain_right": True} for record in records]
-    other = probe_findings.accuracy("check-2-accuracy", changed)
+    other = findings.accuracy("check-2-accuracy", changed)
     assert (
         other is not None
         and other.agrees is False
         and "CHANGE answers" in other.answer
         and other.figures["plain"] == 1.0
     )
-    at_ties = probe_findings.accuracy("check-2-accuracy", [record | {"tie": True} for record in changed])
+    at_ties = findings.accuracy("check-2-accuracy", [record | {"tie": True} for record in changed])
     assert at_ties is not None and at_ties.agrees and at_ties.table is not None
     assert at_ties.table.lines[-1][2] == "0% (1 part at a tie)"
     assert "but at ties (1 of 1; right masks, which also round: 1)" in at_ties.answer
@@ -277,9 +277,9 @@ def test_wrong_masks_at_the_draft_are_plain_decoding_and_one_that_is_not_is_told
 def test_a_prompt_that_was_answered_at_some_settings_only_is_left_out(study: Path) -> None:
     records = probed(study, "accuracy")
     half = [record | {"prompt": 1, "plain_right": True} for record in records[:2]]
-    assert probe_findings.accuracy("x", records + half) == probe_findings.accuracy("x", records)
-    assert probe_findings.accuracy("x", half) is None
-    assert probe_findings.wrong_masks("x", probed(study, "masks")[:-1]) is None, "nothing is known of the draft yet"
+    assert findings.accuracy("x", records + half) == findings.accuracy("x", records)
+    assert findings.accuracy("x", half) is None
+    assert findings.wrong_masks("x", probed(study, "masks")[:-1]) is None, "nothing is known of the draft yet"
 
 
 # Drafts of several sizes
@@ -345,7 +345,7 @@ def test_an_inflated_target_is_searched_and_drafted_for(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(inflation.SHAPES, "llama-2-7b", Shape(64, 96, 3, 8, head_dim=8))
-    monkeypatch.setattr(study_module, "ITEMS", ITEMS[:1])
+    monkeypatch.setattr(items, "ITEMS", ITEMS[:1])
     assert bench_paper(pair, {"gsm8k": [PROBLEM]}, tmp_path / "out", size=SIZE, inflate="llama-2-7b")
     monkeypatch.setattr(inflation, "SHAPES", Once(inflation.SHAPES))
     assert bench_paper(pair, {"gsm8k": [PROBLEM]}, tmp_path / "out", size=SIZE, inflate="llama-2-7b"), "opened once"

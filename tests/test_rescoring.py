@@ -24,8 +24,7 @@ from draftgraph.bench import bench_run, speed
 from draftgraph.bench.rescoring import can_rescore, exact_products, float32_logits, rescored
 from draftgraph.bench.runs import FILE, Deadline, Place, Record, of_kind, read_records
 from draftgraph.bench.sameness import Gaps, Rescored, as_good_as, luck, within
-from draftgraph.bench.speed_report import SpeedReport
-from draftgraph.bench.speed_tables import FLOAT32, to_markdown
+from draftgraph.bench.speed_report import FLOAT32, SpeedReport
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.choose import Scored
 from draftgraph.cost import FlatCost
@@ -271,14 +270,14 @@ def test_first_answers_in_half_precision_are_scored_after_all_is_timed(pair: Pai
     for mode in report.modes:
         assert mode.rescored is not None and (mode.rescored.answers, mode.rescored.tokens) == (4, 48)
         assert mode.rescored.as_good is (None if mode.mode == "off" else True)
-    assert "## Scored again in float32" in to_markdown(report) and FLOAT32 in to_markdown(report)
+    assert "## Scored again in float32" in report.to_markdown() and FLOAT32 in SpeedReport.to_markdown(report)
     assert json.loads((tmp_path / "report.json").read_text())["modes"][1]["rescored"]["as_good"] is True
 
 
 def test_float32_needs_no_second_look(folder: Path, tmp_path: Path) -> None:
     report = small(pair_in(folder), tmp_path, repeats=1)
     assert not done(tmp_path) and report.unscored == 0 and all(mode.rescored is None for mode in report.modes)
-    assert "float32" not in to_markdown(report).partition("## ")[2]
+    assert "float32" not in report.to_markdown().partition("## ")[2]
 
 
 def test_scoring_goes_on_where_it_was(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from cli_tools import PROMPT, Runner, refused
 from draftgraph import GraphConfig, UsageError
 from draftgraph.bench import searching
 from draftgraph.bench.runs import Record
-from draftgraph.bench.search_report import Outcome, SearchReport
-from draftgraph.bench.searching import ROUNDS, Limit, search
+from draftgraph.bench.searching import ROUNDS, Limit, Outcome, SearchReport, search
 from draftgraph.bench.speed import pair_key
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.pair import Pair, load

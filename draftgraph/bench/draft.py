@@ -11,21 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from draftgraph.bench import reporting
 from draftgraph.bench.answers import TargetAnswers
 from draftgraph.bench.replay import Replay, Replayed
-from draftgraph.bench.reporting import (
-    BESIDE,
-    COLOURS,
-    LINES,
-    LOOPS,
-    MEAN,
-    Table,
-    described,
-    document,
-    new_figure,
-    save_figure,
-    write_files,
-)
+from draftgraph.bench.reporting import Table
 from draftgraph.bench.speed import name_of, refuse_unreadable
 from draftgraph.bench.structures import STRUCTURES
 from draftgraph.config import GraphConfig
@@ -109,7 +98,7 @@ class Row:
     def mean(cls, rows: Sequence[Row]) -> Row:
         """Every task counts the same."""
         return cls(
-            MEAN,
+            reporting.MEAN,
             rows[0].temperature,
             rows[0].selection,
             sum(row.answers for row in rows),
@@ -152,8 +141,8 @@ class DraftReport:
     @property
     def explanation(self) -> str:
         """What the columns and titles of the tables mean."""
-        several = len({row.task for row in self.rows} - {MEAN}) > 1
-        return f"{COLUMNS} {MEANS} {LOOPS}" if several else f"{COLUMNS} {LOOPS}"
+        several = len({row.task for row in self.rows} - {reporting.MEAN}) > 1
+        return f"{COLUMNS} {MEANS} {reporting.LOOPS}" if several else f"{COLUMNS} {reporting.LOOPS}"
 
     def tables(self) -> Iterator[Table]:
         """Agreement and tokens per pass by task; a second time without looping answers, where there are some."""
@@ -180,14 +169,15 @@ class DraftReport:
 
     def to_markdown(self, plot: str | None = None) -> str:
         """With a link to the `plot` where there is one."""
-        lead = (self.title, described(self.settings), self.explanation)
-        return document(lead, (*self.tables(), self.structures_table()), plot, "Agreement by task, and tokens per pass")
+        lead = (self.title, reporting.described(self.settings), self.explanation)
+        tables = (*self.tables(), self.structures_table())
+        return reporting.document(lead, tables, plot, "Agreement by task, and tokens per pass")
 
     def save(self, folder: Path) -> None:
         """Writes results.json, results.md, plot.svg and plot.png."""
         data = json.dumps(self.to_dict(), indent=2) + "\n"
-        write_files(folder, {"results.json": data, "results.md": self.to_markdown("plot.svg")})
-        save_figure(drawn(self), folder, "plot")
+        reporting.write_files(folder, {"results.json": data, "results.md": self.to_markdown("plot.svg")})
+        reporting.save_figure(drawn(self), folder, "plot")
 
 
 def bench_draft(
@@ -246,7 +236,7 @@ def shown(rows: list[Row]) -> list[Row]:
 
 def drawn(report: DraftReport) -> Any:
     """Agreement by task, and tokens per pass against verified nodes: of all answers, looping ones included."""
-    figure = new_figure(report.title, 12, 4.8)
+    figure = reporting.new_figure(report.title, 12, 4.8)
     left, right = figure.subplots(1, 2)
     draw_agreement(left, report)
     draw_tokens_per_pass(right, report)
@@ -256,7 +246,7 @@ def drawn(report: DraftReport) -> Any:
 def draw_agreement(axes: Any, report: DraftReport) -> None:
     width = 0.8 / len(report.temperatures)
     for index, temperature in enumerate(report.temperatures):
-        rows, colour = shown(report.selected(temperature, "all")), COLOURS[index % len(COLOURS)]
+        rows, colour = shown(report.selected(temperature, "all")), reporting.colour(index)
         places = [place + (index + 0.5) * width - 0.4 for place in range(len(rows))]
         axes.bar(places, [row.agreement for row in rows], width, color=colour, label=heat(temperature))
         axes.bar(places, [row.agreement_of_4 for row in rows], width, fill=False, edgecolor=colour)
@@ -277,11 +267,11 @@ def draw_tokens_per_pass(axes: Any, report: DraftReport) -> None:
             series.setdefault(kind, []).append((figures.verified_nodes, figures.tokens_per_pass))
         for number, (kind, points) in enumerate(series.items()):
             marker, label = SERIES.get(kind, (".", kind))
-            style = {"marker": marker, "linestyle": LINES[index % len(LINES)], "color": COLOURS[number % len(COLOURS)]}
+            style = {"marker": marker, "linestyle": reporting.line_style(index), "color": reporting.colour(number)}
             axes.plot(*zip(*sorted(points), strict=True), label=None if index else label, **style)
-    lines = zip(LINES, report.temperatures, strict=False)
+    lines = zip(reporting.LINES, report.temperatures, strict=False)
     axes.set_title(f"{which} ({', '.join(f'{line}: {heat(one)}' for line, one in lines)})", fontsize="medium")
     axes.set(xlabel="verified nodes per pass, the root included", ylabel="tokens per pass")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.legend(**BESIDE)
+    axes.legend(**reporting.BESIDE)

@@ -52,30 +52,22 @@ class MethodFailed(Exception):
     """A method of another library that cannot answer: the reason, in one line."""
 
 
-class Method(ABC):
+class Method:
+    """A mode of this library: whatever it raises is an error of ours."""
+
     def __init__(self, name: str, watch: Stopwatch) -> None:
         self.name, self.watch = name, watch
 
-    @abstractmethod
     def warm_up(self, prompt: str) -> Record:
         """Whatever happens only once, on the longest prompt."""
-
-    @abstractmethod
-    def run(self, prompt: str, plain: Sequence[int] | None) -> Record:
-        """An answer and its figures, compared with the tokens of plain decoding where they are known."""
-
-    def close(self) -> None:  # noqa: B027
-        """Gives back what is held; most hold nothing that is not ours."""
-
-
-class Mode(Method):
-    """One of ours: whatever it raises is an error of ours."""
-
-    def warm_up(self, prompt: str) -> Record:
         return self.watch.warm_up(self.name, prompt)
 
     def run(self, prompt: str, plain: Sequence[int] | None) -> Record:
+        """An answer and its figures, compared with the tokens of plain decoding where they are known."""
         return self.watch.run(self.name, prompt, plain)
+
+    def close(self) -> None:
+        """Gives back what is held."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +85,15 @@ class Answer:
         return 1000 * self.first_seconds / max(len(self.tokens), 1)
 
 
-class Peer(Method):
+class Peer(Method, ABC):
     """A method of another library, timed as ours are. It may refuse a pair: what it says is a result as well."""
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
         super().__init__(name, watch)
         self.pair, self.arguments = watch.pair, watch.arguments
+        taken = ("temperature", "top_p", "max_new_tokens") if self.arguments.get("temperature") else ("max_new_tokens",)
+        self.given = {name: self.arguments[name] for name in taken if self.arguments.get(name) is not None}
+        self.given["do_sample"] = "temperature" in self.given
 
     @abstractmethod
     def prepare(self, prompt: str) -> Record:
@@ -186,10 +181,8 @@ class Exports:
         draft = self._draft()
         if not self._borrows:
             return draft
-        from transformers import AutoModelForCausalLM
-
         with quiet_transformers():
-            loaded = AutoModelForCausalLM.from_pretrained(self.draft, dtype=draft.dtype)
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(self.draft, dtype=draft.dtype)
         return loaded.to(draft.device)
 
     def close(self) -> None:
@@ -232,10 +225,7 @@ class Generate(Peer):
 
     def __init__(self, name: str, watch: Stopwatch, **more: Any) -> None:
         super().__init__(name, watch)
-        samples = bool(self.arguments.get("temperature"))
-        taken = ("temperature", "top_p", "max_new_tokens") if samples else ("max_new_tokens",)
-        given = {name: self.arguments[name] for name in taken if self.arguments.get(name) is not None}
-        self.given: dict[str, Any] = given | {"do_sample": samples} | more
+        self.given |= more
 
     def prepare(self, prompt: str) -> Record:
         return {"library": f"transformers {transformers.__version__}"}
@@ -312,7 +302,14 @@ class Vllm(Peer):
         """Arguments of `vllm.LLM` for prompts of so many tokens at most, one at a time."""
         target = self.pair.target
         length = longest + self.arguments["max_new_tokens"] + ROOM
-        options: Record = {
+        options: Record = {"gpu_memory_utilization": self._gpu_share} if self._on_cuda else {}
+        if self.name == "vllm-ngram":
+            options["speculative_config"] = {"method": "ngram", "prompt_lookup_max": VLLM_LOOKUP_TOKENS}
+        if self.name == "vllm-draft":
+            options["speculative_config"] = {"method": "draft_model", "model": str(self._exports.draft)}
+        if self.name != "vllm":
+            options["speculative_config"]["num_speculative_tokens"] = DRAFTED
+        return options | {
             "model": str(self._exports.target),
             "dtype": str(target.dtype).removeprefix("torch."),
             "max_model_len": min(length, context_window(target) or length),
@@ -320,20 +317,12 @@ class Vllm(Peer):
             "enable_prefix_caching": False,  # a prompt that is repeated would have no prefill
             "disable_log_stats": False,  # they tell when the first token came
         }
-        if self._on_cuda:
-            options["gpu_memory_utilization"] = self._gpu_share
-        drafting: Record = {}
-        if self.name == "vllm-ngram":
-            drafting = {"method": "ngram", "prompt_lookup_max": VLLM_LOOKUP_TOKENS}
-        if self.name == "vllm-draft":
-            drafting = {"method": "draft_model", "model": str(self._exports.draft)}
-        speculative = {"speculative_config": drafting | {"num_speculative_tokens": DRAFTED}} if drafting else {}
-        return options | speculative
 
     def answer(self, prompt: str) -> Answer:
         ids = self.ids(prompt)
-        sampling = sampling_of(self.request(ids), self.arguments)
-        sampling |= {"max_tokens": self.arguments["max_new_tokens"]}
+        # What `generate` would make of the settings: defaults of the model included.
+        request = prepare(self.pair.target, torch.tensor([ids]), **self.given)
+        sampling = sampling_of(request, self.arguments) | {"max_tokens": self.arguments["max_new_tokens"]}
         assert self._worker is not None, "it was warmed up"
         given = self._worker.ask({"prompt": ids, "sampling": sampling})
         return Answer(given["tokens"], 1, given["first_seconds"], given["seconds"])
@@ -341,12 +330,6 @@ class Vllm(Peer):
     def taken(self) -> Record:
         """The device counts whoever uses it; what is known of memory is that of this process."""
         return {name: value for name, value in super().taken().items() if name == "joules"}
-
-    def request(self, ids: list[int]) -> Request:
-        """What `generate` would make of the settings: defaults of the model included."""
-        given = {name: self.arguments.get(name) for name in ("temperature", "top_p", "max_new_tokens")}
-        given = {name: value for name, value in given.items() if value is not None}
-        return prepare(self.pair.target, torch.tensor([ids]), do_sample="temperature" in given, **given)
 
     def close(self) -> None:
         if self._worker is not None:
@@ -358,18 +341,16 @@ class Worker:
 
     def __init__(self, python: str, log: Path, device: torch.device) -> None:
         self._log = log
-        command = [python, str(Path(vllm_worker.__file__))]
-        environment = QUIET | os.environ | same_gpu(device)
         try:
             with log.open("w") as stream:
                 self._process = subprocess.Popen(
-                    command,
+                    [python, vllm_worker.__file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stream,
                     text=True,
                     encoding="utf-8",
-                    env=environment,
+                    env=QUIET | os.environ | same_gpu(device),
                     start_new_session=True,  # so that it can be ended with all that it started
                 )
         except OSError as error:
@@ -449,7 +430,7 @@ def same_gpu(device: torch.device) -> dict[str, str]:
 def method_named(name: str, watch: Stopwatch, exports: Exports, vllm: str | None) -> Method:
     """The mode or method of this name; those of vLLM run with the python `vllm`."""
     if name not in PEERS:
-        return Mode(name, watch)
+        return Method(name, watch)
     if name in VLLM_METHODS:
         return Vllm(name, watch, exports, vllm)
     if name.startswith("hf-assisted"):

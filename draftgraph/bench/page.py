@@ -1,22 +1,24 @@
-"""Measurements as one self-contained page: a benchmark run, a study, or several of them."""
+"""Measurements as one self-contained page, with charts as inline SVG: a benchmark run, a study, or several of them."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from html import escape
 from importlib.resources import files
+from textwrap import shorten
 
 from jinja2 import Environment, StrictUndefined, Template
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from draftgraph.bench import speed_tables
-from draftgraph.bench.charts import Bar, bars, lines, stacks
+from draftgraph.bench import speed_report
+from draftgraph.bench.paper.findings import Finding
 from draftgraph.bench.paper.items import GRID, PAPER_POINT
 from draftgraph.bench.paper.report import VERDICTS, PaperReport
-from draftgraph.bench.paper.timed_findings import Finding
 from draftgraph.bench.reporting import REASON, Table, shown_settings
 from draftgraph.bench.runs import PLAIN, Record
 from draftgraph.bench.scores import scores_table
@@ -24,9 +26,153 @@ from draftgraph.bench.speed_report import ALL, SpeedReport
 from draftgraph.errors import UsageError
 from draftgraph.inspect import GraphReport
 from draftgraph.inspect.html import pictured
+from draftgraph.inspect.markup import element, text
 from draftgraph.inspect.report import REASONS
 from draftgraph.inspect.theme import DARK, LIGHT
 from draftgraph.tuning.latency import Latencies
+
+WIDTH = 360.0
+NAMES, VALUES = 112.0, 52.0  # room for the names of bars, and for their values
+LINE = 24.0
+MOST_BESIDE, MOST_ABOVE = 14, 56  # characters of a name
+PLOT_HEIGHT = 170.0
+LEFT, BOTTOM = 40.0, 38.0
+COLOURS = (0, 2, 4, 5, 3, 6, 1, 7)  # of series: classes of the style sheet, the first ones unlike each other
+TICKS = 4
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    value: float
+    shown: str
+    low: float | None = None
+    high: float | None = None
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Rail:
+    """Where bars begin and what stands beside them: their names, or above them where those are long."""
+
+    left: float
+    line: float  # from bar to bar
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Rail:
+        longest = max(map(len, names), default=0)
+        return cls(NAMES, LINE) if longest <= MOST_BESIDE else cls(4.0, 1.75 * LINE)
+
+    def middle(self, place: int) -> float:
+        return (place + 1) * self.line - LINE / 2
+
+    def name(self, place: int, name: str) -> str:
+        if self.left == NAMES:
+            return text(NAMES - 8, self.middle(place), name, "name")
+        return text(self.left, self.middle(place) - 0.75 * LINE, shorten(name, MOST_ABOVE, placeholder="…"), "above")
+
+
+def bars(title: str, rows: Sequence[Bar], reference: float | None = None) -> Markup:
+    """One under the other, with intervals where there are some, and a line at a `reference`."""
+    rail = Rail.of([row.name for row in rows])
+    scale = (WIDTH - rail.left - VALUES) / max([row.high or row.value for row in rows] + [reference or 0.0, 1e-9])
+    parts = []
+    for place, row in enumerate(rows):
+        middle = rail.middle(place)
+        parts.append(rail.name(place, row.name))
+        width = max(scale * row.value, 0.5)
+        parts.append(rectangle(rail.left, middle - 8, width, 16, row.colour, f"{row.name}: {row.shown}"))
+        end = scale * (row.high or row.value)
+        if row.low is not None and row.high is not None:
+            low, high = rail.left + scale * row.low, rail.left + scale * row.high
+            parts.append(segment(low, middle, high, middle, "interval"))
+        parts.append(text(rail.left + end + 6, middle, row.shown, "value"))
+    if reference is not None:
+        x = rail.left + scale * reference
+        parts.append(segment(x, 0, x, rail.line * len(rows), "reference"))
+    return figure(title, "".join(parts), rail.line * len(rows))
+
+
+def stacks(title: str, rows: Mapping[str, Mapping[str, float]]) -> Markup:
+    """Shares of one, side by side in every row; the keys of the first row are the legend."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    rail = Rail.of(list(rows))
+    scale = WIDTH - rail.left - 4
+    parts = []
+    for place, (row_name, row) in enumerate(rows.items()):
+        middle, x = rail.middle(place), rail.left
+        parts.append(rail.name(place, row_name))
+        for colour, name in enumerate(names):
+            width = scale * row.get(name, 0.0)
+            if width > 0:
+                parts.append(
+                    rectangle(x, middle - 8, width, 16, of_series(colour), f"{row_name}, {name}: {row[name]:.1%}")
+                )
+            x += width
+    return figure(title, "".join(parts), rail.line * len(rows), names)
+
+
+def lines(title: str, series: Mapping[str, Points], across: str, logarithmic: bool = False) -> Markup:
+    """Points of every series joined, from zero up; `across` says what goes from left to right."""
+    xs = sorted({x for points in series.values() for x, _ in points})
+    highest = nice(max((y for points in series.values() for _, y in points), default=1.0))
+    left, right = (math.log(xs[0]), math.log(xs[-1])) if logarithmic else (xs[0], xs[-1])
+    room = WIDTH - LEFT - 12
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        share = ((math.log(x) if logarithmic else x) - left) / ((right - left) or 1.0)
+        return LEFT + room * share, 8 + PLOT_HEIGHT * (1 - y / highest)
+
+    parts = []
+    for tick in range(TICKS + 1):
+        value = highest * tick / TICKS
+        _, y = at(xs[0], value)
+        parts += [segment(LEFT, y, WIDTH - 12, y, "grid"), text(LEFT - 6, y, f"{value:g}", "name")]
+    shown = xs if len(xs) <= 8 else xs[:: math.ceil(len(xs) / 8)]
+    parts += [text(at(x, 0)[0], PLOT_HEIGHT + 20, f"{x:g}", "tick") for x in shown]
+    parts.append(text(LEFT + room / 2, PLOT_HEIGHT + BOTTOM, across, "tick"))
+    for colour, (name, points) in enumerate(series.items()):
+        places = [at(x, y) for x, y in sorted(points)]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(element("polyline", points=joined, class_=f"line c{of_series(colour)}"))
+        for (x, y), (value_x, value_y) in zip(places, sorted(points), strict=True):
+            said = element("title", escape(f"{name}: {value_y:.3g} at {value_x:g}"))
+            parts.append(element("circle", said, cx=x, cy=y, r=3.0, class_=f"dot c{of_series(colour)}"))
+    return figure(title, "".join(parts), PLOT_HEIGHT + BOTTOM + 10, list(series))
+
+
+def figure(title: str, body: str, height: float, names: Sequence[str] = ()) -> Markup:
+    picture = element(
+        "svg", body, viewBox=f"0 0 {WIDTH:g} {height:g}", class_="chart", role="img", aria_label=title, width="100%"
+    )
+    keys = "".join(f'<span class="key c{of_series(place)}">{escape(name)}</span>' for place, name in enumerate(names))
+    legend = f'<p class="keys">{keys}</p>' if names else ""
+    return Markup(f"<figure><figcaption>{escape(title)}</figcaption>{picture}{legend}</figure>")
+
+
+def of_series(place: int) -> int:
+    return COLOURS[place % len(COLOURS)]
+
+
+def rectangle(x: float, y: float, width: float, height: float, colour: int, said: str) -> str:
+    where = {"x": float(x), "y": float(y), "width": float(width), "height": float(height), "rx": 2.0}
+    return element("rect", element("title", escape(said)), **where, class_=f"bar c{colour}")
+
+
+def segment(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return element("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=kind)
+
+
+def nice(value: float) -> float:
+    """The next number up that divides into four well.
+
+    >>> nice(3.1), nice(0.9), nice(17)
+    (4.0, 1.0, 20.0)
+    """
+    power = 10.0 ** math.floor(math.log10(max(value, 1e-9)))
+    return float(next(step * power for step in (1, 2, 4, 6, 8, 10) if step * power >= value * 0.999))
+
 
 MOST_LINES = 20  # of a table that is not folded
 LABEL = re.compile(r"^(.*) \((\w+-cost, inflated)\)$")
@@ -105,7 +251,7 @@ def cell(content: str) -> Markup:
     """A figure of an inflated target keeps its label, below it and small."""
     if found := LABEL.match(content):
         return Markup("{}<small>{}</small>").format(*found.groups())
-    return escape(content)
+    return Markup.escape(content)
 
 
 def paper_part(report: PaperReport) -> Part:
@@ -167,14 +313,14 @@ def value_of(cell: str) -> float | None:
 
 
 def speed_part(report: SpeedReport) -> Part:
-    facts = shown_settings(report.configuration, speed_tables.HIDDEN)
+    facts = shown_settings(report.configuration, speed_report.HIDDEN)
     return Part(
-        speed_tables.title_of(report),
+        speed_report.title_of(report),
         facts | {"measurements": f"{report.measured} of {report.planned}"},
         headline(report),
         list(sections(report)),
-        [(one.verdict, one.signature, one.line) for one in speed_tables.diagnoses(report)],
-        speed_tables.explanation_of(report),
+        [(one.verdict, one.signature, one.line) for one in speed_report.diagnoses(report)],
+        speed_report.explanation_of(report),
     )
 
 
@@ -184,7 +330,7 @@ def headline(report: SpeedReport) -> str:
     best = max(report.drafting, key=lambda mode: mode.overall.speed.ratio)
     speed = best.overall.speed
     said = f"{best.mode} is {speed}" + (f" ({speed.interval})" if speed.interval else "")
-    return f"{speed_tables.labelled(f'{said} as fast as plain decoding', report)}, over {best.overall.prompts} prompts."
+    return f"{speed_report.labelled(f'{said} as fast as plain decoding', report)}, over {best.overall.prompts} prompts."
 
 
 def sections(report: SpeedReport) -> Iterator[Section]:
@@ -192,7 +338,7 @@ def sections(report: SpeedReport) -> Iterator[Section]:
         "Times as fast as plain decoding",
         "Whiskers are 95% intervals; the line is plain decoding.",
         [speed_chart(report, task) for task in sorted(report.groups, key=lambda task: task != ALL)],
-        [speed_tables.speed_table(report), speed_tables.times_table(report)],
+        [speed_report.speed_table(report), speed_report.times_table(report)],
     )
     yield exactness(report)
     if any(mode.sources.shares for mode in report.modes):
@@ -205,10 +351,10 @@ def sections(report: SpeedReport) -> Iterator[Section]:
         yield examples(report.examples)
     if report.scores:
         yield Section("Task scores", "The same answers have the same scores.", tables=[scores_table(report.scores)])
-    yield Section("What it costs", tables=[speed_tables.costs_table(report)])
+    yield Section("What it costs", tables=[speed_report.costs_table(report)])
     if report.failed:
-        table = Table("", ["mode", REASON], [[mode, why] for mode, why in report.failed.items()])
-        yield Section("Not measured", "Methods that could not answer, and what they said.", tables=[table])
+        text = "Methods that could not answer, and what they said."
+        yield Section("Not measured", text, tables=[replace(speed_report.failed_table(report), title="")])
 
 
 def speed_chart(report: SpeedReport, task: str) -> Markup:
@@ -218,7 +364,7 @@ def speed_chart(report: SpeedReport, task: str) -> Markup:
         if mode.mode != PLAIN and task in mode.by_task:
             speed, colour = mode.by_task[task].speed, OTHERS if mode.library else OURS if mode.mode == "auto" else FIXED
             rows.append(Bar(mode.mode, speed.ratio, str(speed), speed.low, speed.high, colour))
-    return bars(speed_tables.labelled("all tasks" if task == ALL else task, report), rows, reference=1.0)
+    return bars(speed_report.labelled("all tasks" if task == ALL else task, report), rows, reference=1.0)
 
 
 def exactness(report: SpeedReport) -> Section:
@@ -230,7 +376,7 @@ def exactness(report: SpeedReport) -> Section:
     header = ["mode", "answers", "the tokens of plain decoding", "part at a tie", "part elsewhere"]
     tables = [Table("Answers compared with plain decoding's", header, lines_of)]
     if any(mode.rescored for mode in report.modes):
-        tables.append(speed_tables.rescored_table(report))
+        tables.append(speed_report.rescored_table(report))
     text = "Every answer is compared with plain decoding's of the same run, token for token."
     if report.configuration.get("dtype") != "float32":
         text += " In half precision a pass over many tokens rounds otherwise than one over a single token: texts may "
@@ -245,10 +391,10 @@ def acceptance(report: SpeedReport) -> Section:
         for mode, shares in told
     }
     shares = {mode.mode: mode.sources.shares for mode in report.modes if mode.sources.shares}
-    charts, tables = [stacks("Accepted tokens by who proposed them", shares)], [speed_tables.sources_table(report)]
+    charts, tables = [stacks("Accepted tokens by who proposed them", shares)], [speed_report.sources_table(report)]
     if series:
         charts.insert(0, lines("Passes that accept a token at a depth", series, "depth in the graph"))
-        tables.insert(0, speed_tables.acceptance_table(report))
+        tables.insert(0, speed_report.acceptance_table(report))
     return Section("Acceptance", "How deep proposals are accepted, and where accepted ones came from.", charts, tables)
 
 
@@ -259,7 +405,7 @@ def missed(report: SpeedReport) -> Section:
     said = {name: REASONS[name].replace("{k} ", "").replace(" (k)", "") for name in names}
     reasons = Table("What the names mean", ["name", REASON], [[name, words] for name, words in said.items()])
     text = "Every pass ends at a token that was not in the graph, or at the graph's end: why it was not there."
-    tables = [speed_tables.missed_table(report), reasons]
+    tables = [speed_report.missed_table(report), reasons]
     return Section("Why tokens were missed", text, [stacks("Share of missed tokens", ordered)], tables)
 
 

@@ -97,6 +97,14 @@ def new_figure(title: str, width: float, height: float, **style: Any) -> Any:
     return figure
 
 
+def colour(place: int) -> str:
+    return COLOURS[place % len(COLOURS)]
+
+
+def line_style(place: int) -> str:
+    return LINES[place % len(LINES)]
+
+
 def save_figure(figure: Any, folder: Path, name: str, kinds: Sequence[str] = ("svg", "png")) -> None:
     for kind in kinds:
         figure.savefig(folder / f"{name}.{kind}", dpi=150)

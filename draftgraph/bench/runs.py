@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from draftgraph.errors import UsageError
@@ -37,7 +36,7 @@ class Deadline:
 
     @property
     def is_near(self) -> bool:
-        return self._end is not None and time.monotonic() + self._slowest >= self._end
+        return self.left is not None and self.left <= self._slowest
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -149,9 +148,7 @@ class Runs:
     def __enter__(self) -> Runs:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stream.close()
 
 

@@ -15,12 +15,8 @@ STRUCTURES: dict[str, GraphConfig] = {
     "chain-8": GraphConfig(mode="chain", chain_length=8),
     "paper-tree": GraphConfig(mode="tree"),
     "paper-graph": GraphConfig(mode="graph"),
-    "tree-16": GraphConfig(mode="tree", max_nodes=16, **BEST_FIRST),
-    "tree-32": GraphConfig(mode="tree", max_nodes=32, **BEST_FIRST),
-    "tree-64": GraphConfig(mode="tree", max_nodes=64, **BEST_FIRST),
-    "graph-16": GraphConfig(mode="graph", max_nodes=16, **BEST_FIRST),
-    "graph-32": GraphConfig(mode="graph", max_nodes=32, **BEST_FIRST),
-    "graph-64": GraphConfig(mode="graph", max_nodes=64, **BEST_FIRST),
+    **{f"tree-{nodes}": GraphConfig(mode="tree", max_nodes=nodes, **BEST_FIRST) for nodes in (16, 32, 64)},
+    **{f"graph-{nodes}": GraphConfig(mode="graph", max_nodes=nodes, **BEST_FIRST) for nodes in (16, 32, 64)},
 }
 HF_METHODS = ("hf", "hf-assisted", "hf-assisted-constant", "hf-lookup", "hf-static")
 VLLM_METHODS = ("vllm", "vllm-ngram", "vllm-draft")

@@ -140,7 +140,7 @@ def shown_name(model: str) -> str:
 
 
 def show(measured: SpeedReport, settings: Settings) -> None:
-    from draftgraph.bench.speed_tables import explanation_of, settings_of, tables, title_of
+    from draftgraph.bench.speed_report import explanation_of, settings_of, tables, title_of
 
     if settings.json:
         write_json(measured.to_dict())

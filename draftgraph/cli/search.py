@@ -17,7 +17,7 @@ from draftgraph.cli.terminal import busy, load_pair, stderr_console, write_json
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
-    from draftgraph.bench.search_report import SearchReport
+    from draftgraph.bench.searching import SearchReport
 
 PANEL, OUTPUT, FOLDER = "Search", "Input and output", "search"
 Search = Annotated[
@@ -84,6 +84,6 @@ def search_settings(
 
 
 def show(report: SearchReport) -> None:
-    from draftgraph.bench.search_report import explanation_of, settings_of, tables, title_of
+    from draftgraph.bench.searching import explanation_of, settings_of, tables, title_of
 
     show_tables(tables(report), f"{explanation_of(report)}\n{title_of(report)}; {settings_of(report)}")

@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftgraph.bench.paper import probe_findings, timed_findings
+from draftgraph.bench.paper import findings
+from draftgraph.bench.paper.findings import Finding, Measured, measured
 from draftgraph.bench.paper.items import ITEMS
 from draftgraph.bench.paper.probes import probed
-from draftgraph.bench.paper.timed_findings import Finding, Measured, measured
 from draftgraph.bench.reporting import write_files
 from draftgraph.bench.runs import Record
-from draftgraph.bench.speed_tables import labelled, settings_of, title_of
+from draftgraph.bench.speed_report import labelled, settings_of, title_of
 
 if TYPE_CHECKING:
     from draftgraph.bench.page import Part
 
 
-def findings(folder: Path) -> Iterator[Finding]:
+def findings_in(folder: Path) -> Iterator[Finding]:
     """Of all that has been measured so far."""
     for name, item, of_item in TIMED:
         if (known := measured(folder / item)) is not None:
@@ -34,25 +34,25 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 
 TIMED: tuple[tuple[str, str, Callable[[str, Measured], Finding]], ...] = (
-    ("main", "main", timed_findings.main_table),
-    ("claims", "main", timed_findings.claims),
-    ("experiment-1", "k", timed_findings.experiment_1),
-    ("experiment-2", "tau", timed_findings.experiment_2),
-    ("experiment-3", "pruning", timed_findings.experiment_3),
-    ("check-1", "unlike", timed_findings.check_1),
-    ("check-3", "grid", timed_findings.grid),
-    ("foreign", "foreign", timed_findings.foreign),
+    ("main", "main", findings.main_table),
+    ("claims", "main", findings.claims),
+    ("experiment-1", "k", findings.experiment_1),
+    ("experiment-2", "tau", findings.experiment_2),
+    ("experiment-3", "pruning", findings.experiment_3),
+    ("check-1", "unlike", findings.check_1),
+    ("check-3", "grid", findings.grid),
+    ("foreign", "foreign", findings.foreign),
 )
 COMPARED: tuple[tuple[str, Callable[[str, Path], Finding | None]], ...] = (
-    ("draft-sizes", timed_findings.draft_sizes),
-    ("question-2", timed_findings.temperatures),
-    ("question-3", timed_findings.best_setting),
+    ("draft-sizes", findings.draft_sizes),
+    ("question-2", findings.temperatures),
+    ("question-3", findings.best_setting),
 )
 PROBED: tuple[tuple[str, str, Callable[[str, Sequence[Record]], Finding | None]], ...] = (
-    ("experiment-2-borrowed", "borrowing", probe_findings.borrowed),
-    ("question-1", "overlap", probe_findings.shared),
-    ("check-2", "masks", probe_findings.wrong_masks),
-    ("check-2-accuracy", "accuracy", probe_findings.accuracy),
+    ("experiment-2-borrowed", "borrowing", findings.borrowed),
+    ("question-1", "overlap", findings.shared),
+    ("check-2", "masks", findings.wrong_masks),
+    ("check-2-accuracy", "accuracy", findings.accuracy),
 )
 
 
@@ -72,7 +72,7 @@ class PaperReport:
         if known is None:
             return None
         found = [
-            replace(one, answer=labelled(one.answer, known.report)) if one.timed else one for one in findings(folder)
+            replace(one, answer=labelled(one.answer, known.report)) if one.timed else one for one in findings_in(folder)
         ]
         return cls(title_of(known.report).replace("Speed of", "The paper's study:"), settings_of(known.report), found)
 

@@ -9,22 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from draftgraph.bench.paper.items import (
-    DRAFTS,
-    ITEMS,
-    MAIN,
-    NO_DRAFT,
-    PAIRS_DRAFT,
-    SIZES,
-    TARGET_ITSELF,
-    Item,
-    Size,
-    draft_item,
-    first_prompts,
-    refuse_draft_names,
-)
+from draftgraph.bench.paper import items
+from draftgraph.bench.paper.findings import SEARCH, SIZES_FILE, known_sizes, report_in
+from draftgraph.bench.paper.items import Item, Size
 from draftgraph.bench.paper.probes import look_into_answers
-from draftgraph.bench.paper.timed_findings import SEARCH, SIZES_FILE, known_sizes, report_in
 from draftgraph.bench.reporting import write_files
 from draftgraph.bench.runs import FILE, PLAIN, Deadline, Place, Record, all_places, digest, of_kind, records_in
 from draftgraph.bench.searching import ROUNDS, OutOfTime, answers_of_a_round, asked_for, need_optuna, search
@@ -45,7 +33,7 @@ def bench_paper(
     out: str | Path,
     *,
     drafts: Mapping[str, Any] | None = None,
-    size: Size = SIZES["full"],
+    size: Size = items.SIZES["full"],
     inflate: str | None = None,
     seed: int = 0,
     seconds: float | None = None,
@@ -59,13 +47,13 @@ def bench_paper(
     """
     if pair.draft is None:
         raise UsageError("the paper's study needs a draft model: load the pair with one")
-    if not any(name in tasks for name in MAIN):
-        raise UsageError(f"none of the paper's tasks is there: name files after {', '.join(MAIN)}")
-    refuse_draft_names(drafts or ())
+    if not any(name in tasks for name in items.MAIN):
+        raise UsageError(f"none of the paper's tasks is there: name files after {', '.join(items.MAIN)}")
+    items.refuse_draft_names(drafts or ())
     folder = Path(out).expanduser()
     study = Study(pair, tasks, folder, size, inflate, seed, dict(names or {}), Deadline(seconds))
     with claimed(folder, "--out"), held_alone(folder, "bench paper"):
-        done = [study.times(item) for item in ITEMS]
+        done = [study.times(item) for item in items.ITEMS]
         done += [compare_drafts(study, drafts or {}), search_best(study)]
         long_answer = study.usual_seconds() * size.long_tokens / size.new_tokens
         done += [study.has_time(long_answer) and look_into_answers(pair, tasks, folder, size, seed, study.deadline)]
@@ -154,17 +142,17 @@ class Study:
 def compare_drafts(study: Study, others: Mapping[str, Any]) -> bool:
     """Whether all are measured."""
     pair = study.pair
-    drafts = {NO_DRAFT: None, PAIRS_DRAFT: pair.draft, TARGET_ITSELF: pair.target} | dict(others)
+    drafts = {items.NO_DRAFT: None, items.PAIRS_DRAFT: pair.draft, items.TARGET_ITSELF: pair.target} | dict(others)
     if pair.draft is pair.target:
-        del drafts[TARGET_ITSELF]
+        del drafts[items.TARGET_ITSELF]
     sizes = {name: 0 if draft is None else weights_read(draft) for name, draft in drafts.items()}
     known = json.dumps(known_sizes(study.folder) | sizes, indent=2) + "\n"
-    write_files(study.folder / DRAFTS, {SIZES_FILE: known})
+    write_files(study.folder / items.DRAFTS, {SIZES_FILE: known})
     done = [
         study.times(
-            draft_item(name),
+            items.draft_item(name),
             Pair(pair.target, draft, pair.tokenizer),
-            {} if name == PAIRS_DRAFT else {"draft": None if draft is None else name},
+            {} if name == items.PAIRS_DRAFT else {"draft": None if draft is None else name},
         )
         for name, draft in drafts.items()
     ]
@@ -178,7 +166,7 @@ def search_best(study: Study) -> bool:
     except UsageError as error:
         notice(f"open question 3 is left out: {error}")
         return True
-    prompts = first_prompts(study.tasks, MAIN, study.size.searched_prompts)
+    prompts = items.first_prompts(study.tasks, items.MAIN, study.size.searched_prompts)
     if search_is_finished(study, prompts):
         return True
     # A round is the longest that a search does without looking at the clock.

@@ -1,29 +1,20 @@
-"""What was timed in the items of the study, answered in a sentence each."""
+"""What the study found, answered in a sentence each: items that were timed, and answers that were looked into."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from draftgraph.bench.paper.items import (
-    CHAINS,
-    DRAFTS,
-    GRID,
-    NO_DRAFT,
-    OUT_DEGREES,
-    PAIRS_DRAFT,
-    PAPER_POINT,
-    PRUNING,
-    TARGET_ITSELF,
-    TAUS,
-    TEMPERATURES,
-    grid_modes,
-)
+from draftgraph.bench.paper import items
+from draftgraph.bench.paper.items import CHAINS, TAUS, TEMPERATURES
+from draftgraph.bench.paper.probes import SETTINGS
 from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import FILE, Record, of_kind, records_in
 from draftgraph.bench.searching import ROUNDS, need_optuna
@@ -44,8 +35,8 @@ PAPER_SPEED = "1.73x to 1.96x"
 PAPER_MERGED = 0.30
 NEAR = 0.97  # of the best speed: no worse, as far as one can tell
 SIZES_FILE = "sizes.json"  # how many weights a pass of each draft reads
-DRAFT_TITLES = {NO_DRAFT: "no draft model", PAIRS_DRAFT: "the pair's draft", TARGET_ITSELF: "the target itself"}
-INFLATED_TITLES = DRAFT_TITLES | {TARGET_ITSELF: "the target before it was inflated"}
+DRAFT_TITLES = dict(zip(items.OWN_DRAFTS, ("no draft model", "the pair's draft", "the target itself"), strict=True))
+INFLATED_TITLES = DRAFT_TITLES | {items.TARGET_ITSELF: "the target before it was inflated"}
 SEARCH = "search"  # its folder
 QUESTION = "Open question 3: which fixed setting is the best?"
 TOLD_VALUES = 3  # that mattered most
@@ -221,8 +212,8 @@ def shares_of(accepted: dict[str, int]) -> list[str]:
 
 def experiment_1(name: str, known: Measured) -> Finding:
     small, single = known.modes["graph:k=2:tau=1"], known.modes["graph:k=1"]
-    best = known.fastest([f"graph:k={k}" for k in OUT_DEGREES])
-    rows = [counts_row(f"k={k}", known, f"graph:k={k}") for k in OUT_DEGREES]
+    best = known.fastest([f"graph:k={k}" for k in items.OUT_DEGREES])
+    rows = [counts_row(f"k={k}", known, f"graph:k={k}") for k in items.OUT_DEGREES]
     table = Table("By out-degree", COUNTS, [counts_row("k=2, tau=1", known, "graph:k=2:tau=1"), *rows])
     answer = (
         f"k=2, tau=1 gives {small.per_pass:.2f} tokens per pass for {small.drafted_per_token:.1f} draft tokens per "
@@ -234,13 +225,13 @@ def experiment_1(name: str, known: Measured) -> Finding:
 
 
 def experiment_2(name: str, known: Measured) -> Finding:
-    shares = {tau: known.modes[f"graph:tau={tau}"].merged for tau in TAUS}
+    shares = {tau: known.modes[f"graph:tau={tau}"].merged for tau in items.TAUS}
     question = "Experiment 2: does a higher tau merge more, or less?"
-    rows = [counts_row(f"tau={tau}", known, f"graph:tau={tau}") for tau in TAUS]
+    rows = [counts_row(f"tau={tau}", known, f"graph:tau={tau}") for tau in items.TAUS]
     table = Table("By tau", COUNTS, rows)
     if not any(shares.values()):
         return Finding(name, question, "No accepted token came from a merged node, at any tau.", table)
-    falls = shares[TAUS[0]] > shares[TAUS[-1]]
+    falls = shares[items.TAUS[0]] > shares[items.TAUS[-1]]
     by_tau = ", ".join(f"{share:.1%} at tau={tau}" for tau, share in shares.items())
     answer = (
         f"A higher tau merges {'less' if falls else 'more'}: of accepted tokens merged nodes give {by_tau}. That is "
@@ -251,10 +242,10 @@ def experiment_2(name: str, known: Measured) -> Finding:
 
 
 def experiment_3(name: str, known: Measured) -> Finding:
-    none, both, leaves = (PRUNING[words] for words in ("none", "both", "both, siblings kept as leaves"))
+    none, both, leaves = (items.PRUNING[words] for words in ("none", "both", "both, siblings kept as leaves"))
     without, pruned = known.modes[none], known.modes[both]
     faster = known.speed(both) / known.speed(none)
-    rows = [counts_row(words, known, mode) for words, mode in PRUNING.items()]
+    rows = [counts_row(words, known, mode) for words, mode in items.PRUNING.items()]
     answer = (
         f"Without pruning the draft is fed {without.drafted_per_token:.1f} tokens per token, with both kinds "
         f"{pruned.drafted_per_token:.1f}; tokens per pass go from {without.per_pass:.2f} to {pruned.per_pass:.2f}, and "
@@ -287,13 +278,14 @@ def foreign(name: str, known: Measured) -> Finding:
 
 
 def grid(name: str, known: Measured) -> Finding:
-    modes = grid_modes()
+    modes = items.grid_modes()
     best = max(modes, key=lambda point: known.speed(modes[point]))
-    near = known.speed(modes[PAPER_POINT]) > NEAR * known.speed(modes[best])
+    paper = modes[items.PAPER_POINT]
+    near = known.speed(paper) > NEAR * known.speed(modes[best])
     rows = [counts_row(point_named(point), known, mode) for point, mode in modes.items()]
     answer = (
         f"Of {len(modes)} settings the fastest is {point_named(best)} with {known.shown(modes[best])}; the paper's "
-        f"defaults have {known.shown(modes[PAPER_POINT])}, so they are {'near' if near else 'not'} the best here; "
+        f"defaults have {known.shown(paper)}, so they are {'near' if near else 'not'} the best here; "
         f"auto, which needs none, has {known.shown('auto')}. Output is {known.sameness} for all."
     )
     question = "Check 3: theta_prob x theta_sib x tau: are the paper's defaults the best?"
@@ -301,12 +293,12 @@ def grid(name: str, known: Measured) -> Finding:
 
 
 def point_named(point: tuple[float, float, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in zip(GRID, point, strict=True))
+    return ", ".join(f"{name}={value}" for name, value in zip(items.GRID, point, strict=True))
 
 
 def temperatures(name: str, folder: Path) -> Finding | None:
     known = {0.0: measured(folder / "main")}
-    known |= {heat: measured(folder / f"temperature-{heat}") for heat in TEMPERATURES}
+    known |= {heat: measured(folder / f"temperature-{heat}") for heat in items.TEMPERATURES}
     there = {heat: one for heat, one in known.items() if one is not None}
     if len(there) < 2:
         return None
@@ -322,14 +314,14 @@ def temperatures(name: str, folder: Path) -> Finding | None:
 
 
 def known_sizes(folder: Path) -> dict[str, int]:
-    file = folder / DRAFTS / SIZES_FILE
+    file = folder / items.DRAFTS / SIZES_FILE
     sizes: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return sizes
 
 
 def draft_sizes(name: str, folder: Path) -> Finding | None:
     sizes = known_sizes(folder)
-    found = {draft: known for draft in sizes if (known := measured(folder / DRAFTS / draft)) is not None}
+    found = {draft: known for draft in sizes if (known := measured(folder / items.DRAFTS / draft)) is not None}
     if len(found) < 2:
         return None
     ordered = sorted(found, key=lambda draft: sizes[draft])
@@ -426,3 +418,171 @@ def speed_of(one: dict[str, Any]) -> float:
 def setting_named(one: dict[str, Any]) -> str:
     values = {name: value for name, value in one["setting"].items() if name != "mode"}
     return ", ".join(f"{name}={value}" for name, value in values.items()) or one["name"]
+
+
+AT_TARGET, AT_DRAFT = "target", "draft"  # where masks are wrong: their settings begin so
+CHANGES = "CHANGE answers, which must never be"
+SURENESS = ("sure", "between", "unsure")
+
+
+def borrowed(name: str, found: Sequence[Record]) -> Finding:
+    rows, told = [], []
+    for tau in TAUS:
+        here = [record for record in found if record["setting"] == str(tau)]
+        merges = [merge for record in here for merge in record["merges"]]
+        if not merges:
+            rows.append([str(tau), "0", "", ""])
+            continue
+        own, scale = (median(merge[what] for merge in merges) for what in ("divergence", "unrelated"))
+        nodes = sum(record["nodes"] for record in here)
+        rows.append([str(tau), f"{len(merges)} of {nodes}", f"{own:.2f}", f"{scale:.2f}"])
+        told.append(f"{own:.2f} nats at tau={tau}")
+    answer = (
+        "The median divergence of what a merged node borrows from what the draft would say there is "
+        f"{', '.join(told)}; between unrelated nodes of the same graph it is in the last column."
+        if told
+        else "No merged node borrowed anything."
+    )
+    header = ["tau", "merged nodes", "median KL, own from borrowed", "for scale: from another node's"]
+    question = "Experiment 2: how far is a borrowed distribution from a merged node's own?"
+    return Finding(name, question, answer, Table("Borrowed distributions", header, rows), timed=False)
+
+
+def shared(name: str, found: Sequence[Record]) -> Finding:
+    greedy = [pair for record in found if float(record["setting"]) == 0.0 for pair in record["pairs"]]
+    related, unrelated = ([pair for pair in greedy if pair["related"] is known] for known in (True, False))
+    ordered = sorted(related, key=lambda pair: float(pair["entropy"]))
+    third = max(1, len(ordered) // 3)
+    sure, between, unsure = ordered[:third], ordered[third:-third], ordered[-third:]
+    groups = {"one step, greedy": related, "another prompt": unrelated}
+    groups |= {f"draft {how} at the root": some for how, some in zip(SURENESS, (sure, between, unsure), strict=True)}
+    for kind in sorted({pair["kind"] for pair in related}):
+        groups[f"behind: {kind}"] = [pair for pair in related if pair["kind"] == kind]
+    for heat in TEMPERATURES:
+        sampled = (pair for one in found if float(one["setting"]) == heat for pair in one["pairs"])
+        groups[f"temperature {heat}"] = [pair for pair in sampled if pair["related"]]
+    rows = [overlap_row(words, pairs) for words, pairs in groups.items()]
+    of_related, of_unrelated, of_sure, of_unsure = map(bigrams_of, (related, unrelated, sure, unsure))
+    answer = (
+        f"Behind the place where they part, two hypotheses of one step share {of_related:.0%} of their bigrams, "
+        f"hypotheses of unrelated contexts {of_unrelated:.0%}: they part in a token and then say the same again, "
+        f"because the draft conditions on the same text. Where it is sure they share {of_sure:.0%}, where it is "
+        f"not {of_unsure:.0%}."
+    )
+    header = ["pairs", "number", "tokens shared", "bigrams shared", "edits per token"]
+    question = "Open question 1: why do hypotheses share sequences?"
+    table = Table("What hypotheses share", header, rows)
+    return Finding(name, question, answer, table, of_related > of_unrelated, timed=False)
+
+
+def bigrams_of(pairs: Sequence[Record]) -> float:
+    return fmean(pair["bigrams"] for pair in pairs) if pairs else 0.0
+
+
+def overlap_row(words: str, pairs: Sequence[Record]) -> list[str]:
+    if not pairs:
+        return [words, "0", "", "", ""]
+    tokens, bigrams, edits = (fmean(pair[name] for pair in pairs) for name in ("tokens", "bigrams", "edits"))
+    return [words, str(len(pairs)), f"{tokens:.1%}", f"{bigrams:.1%}", f"{edits:.2f}"]
+
+
+def wrong_masks(name: str, found: Sequence[Record]) -> Finding | None:
+    """None: no prompt was answered at every setting so far."""
+    settings, rows = by_setting(answered_at_every_setting(found)), []
+    if not settings:
+        return None
+    for setting, here in settings.items():
+        places = [record["first_difference"] for record in here if record["first_difference"] is not None]
+        worse = fmean(record["surprise"] - record["plain_surprise"] for record in here)
+        first = f"{median(places):.0f} ({len(places)} of {len(here)})" if places else f"none ({len(here)} answers)"
+        rows.append([setting, first, f"{worse:+.3f}", f"{per_pass_of(here):.2f}"])
+    kept, right = draft_changes_nothing(settings), settings[SETTINGS[0]]
+    told = ", ".join(f"{words} {changed_in(settings[setting])}" for setting, words in wrong_at_target(settings))
+    answer = (
+        f"Wrong masks at the target change answers: {told} (table: the place of the first other token, and the "
+        "target's surprise at the text, in nats per token more than plain decoding's); at the draft they "
+        f"{done_by_the_draft(settings)}, with {per_pass_of(settings[SETTINGS[-1]]):.2f} tokens per pass where right "
+        f"masks have {per_pass_of(right):.2f}."
+    )
+    header = ["nodes that see a stranger", "first other token", "surprise, more", "tokens per pass"]
+    question = "Check 2: what do wrong attention masks do over 1,000 tokens?"
+    return Finding(name, question, answer, Table("Wrong masks", header, rows), kept, timed=False)
+
+
+def accuracy(name: str, found: Sequence[Record]) -> Finding | None:
+    """None: no prompt was answered at every setting so far."""
+    settings = by_setting(answered_at_every_setting(found))
+    if not settings:
+        return None
+    first = next(iter(settings.values()))
+    plain = fmean(record["plain_right"] for record in first)
+    right = {setting: fmean(record["right"] for record in here) for setting, here in settings.items()}
+    rows = [["plain decoding", f"{plain:.0%}", "", ""]]
+    told: dict[str, list[str]] = {AT_TARGET: [], AT_DRAFT: []}
+    for setting, here in settings.items():
+        same, ties = fmean(map(is_same, here)), sum(record["tie"] for record in here)
+        unchanged = f"{same:.0%}" + (f" ({ties} part at a tie)" if ties else "")
+        rows.append([setting, f"{right[setting]:.0%}", unchanged, f"{per_pass_of(here):.2f}"])
+        where, share = setting.split()
+        told[where].append(f"{float(share):.0%} of nodes: {right[setting]:.0%} right, {same:.0%} unchanged")
+    kept = draft_changes_nothing(settings)
+    answer = (
+        f"Plain decoding solves {plain:.0%} of {len(first)} problems. Wrong masks at the target: "
+        f"{'; '.join(told[AT_TARGET])}. At the draft: {'; '.join(told[AT_DRAFT])}; so there they "
+        f"{done_by_the_draft(settings)}."
+    )
+    header = ["nodes that see a stranger", "accuracy", "answers unchanged", "tokens per pass"]
+    question = "Check 2: what do wrong attention masks do to accuracy?"
+    table = Table("Accuracy under wrong masks", header, rows)
+    return Finding(name, question, answer, table, kept, {"plain": plain} | right, timed=False)
+
+
+def by_setting(found: Sequence[Record]) -> dict[str, list[Record]]:
+    settings: dict[str, list[Record]] = {}
+    for record in found:
+        settings.setdefault(record["setting"], []).append(record)
+    return settings
+
+
+def answered_at_every_setting(found: Sequence[Record]) -> list[Record]:
+    """A study that was stopped has answered its last prompt at some settings only: that one is left out."""
+    answers = Counter((record["task"], record["prompt"]) for record in found)
+    return [record for record in found if answers[record["task"], record["prompt"]] == len(SETTINGS)]
+
+
+def per_pass_of(records: Sequence[Record]) -> float:
+    return fmean(record["tokens_per_pass"] for record in records)
+
+
+def is_same(record: Record) -> bool:
+    return record["first_difference"] is None
+
+
+def is_changed(record: Record) -> bool:
+    """Ties apart: in half precision passes of other shapes round differently."""
+    return not is_same(record) and not record.get("tie")
+
+
+def changed_in(records: Sequence[Record]) -> str:
+    ties = sum(bool(record.get("tie")) for record in records)
+    return f"{sum(map(is_changed, records))} of {len(records)}" + (f" and {ties} at a tie" if ties else "")
+
+
+def wrong_at_target(settings: Mapping[str, Sequence[Record]]) -> list[tuple[str, str]]:
+    """These settings, and for which nodes the masks are wrong."""
+    there = [setting for setting in settings if setting.startswith(AT_TARGET) and setting != SETTINGS[0]]
+    return [(setting, f"for {float(setting.split()[1]):.0%} of nodes") for setting in there]
+
+
+def draft_changes_nothing(settings: Mapping[str, Sequence[Record]]) -> bool:
+    here = [record for setting, some in settings.items() if setting.startswith(AT_DRAFT) for record in some]
+    return not any(map(is_changed, here))
+
+
+def done_by_the_draft(settings: Mapping[str, Sequence[Record]]) -> str:
+    if not draft_changes_nothing(settings):
+        return CHANGES
+    ties, right = (sum(bool(one.get("tie")) for one in settings[SETTINGS[place]]) for place in (-1, 0))
+    if not ties:
+        return "change no answer"
+    return f"change none but at ties ({ties} of {len(settings[SETTINGS[-1]])}; right masks, which also round: {right})"
