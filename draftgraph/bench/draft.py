@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -175,8 +174,7 @@ class DraftReport:
 
     def save(self, folder: Path) -> None:
         """Writes results.json, results.md, plot.svg and plot.png."""
-        data = json.dumps(self.to_dict(), indent=2) + "\n"
-        reporting.write_files(folder, {"results.json": data, "results.md": self.to_markdown("plot.svg")})
+        reporting.write_files(folder, {"results.json": self.to_dict(), "results.md": self.to_markdown("plot.svg")})
         reporting.save_figure(drawn(self), folder, "plot")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +66,13 @@ def same_of(same: int | None, answers: int, ties: int) -> str:
     return ("" if same is None else f"{same} of {answers}") + (f" ({ties} ties)" if ties else "")
 
 
-def write_files(folder: Path, contents: Mapping[str, str]) -> None:
+def write_files(folder: Path, contents: Mapping[str, str | dict[str, Any]]) -> None:
+    """Text as it is, data as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
+        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
         with replacing(folder / name) as partial:
-            partial.write_text(content, encoding="utf-8")
+            partial.write_text(text, encoding="utf-8")
 
 
 def need_matplotlib() -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from draftgraph.decoding import Decoding
 
 STEPS_OF_A_TIE = 2.0  # each of two scores may be off by one step
+MOST = 1.5  # times plain decoding's
+CHANCE = 0.01  # of more tokens that are not the best, by luck alone
 
 
 def first_difference(answers: Sequence[Sequence[int]]) -> int | None:
@@ -73,10 +75,6 @@ def steps_between(decoding: Decoding, before: Sequence[int], tokens: list[int]) 
         scores = scores + decoding.noise.gumbel(length, len(scores), scores.device)
     step = torch.finfo(model.dtype).eps * float(raw.abs().max()) / decoding.request.temperature
     return float(scores.max() - scores[tokens].min()) / step
-
-
-MOST = 1.5  # times plain decoding's
-CHANCE = 0.01  # of more tokens that are not the best, by luck alone
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ the best settings timed beside the paper's and `auto`."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -479,7 +478,7 @@ class SearchReport:
             reporting.save_figure(picture(self), folder, "search")
         lead, plot = (title_of(self), settings_of(self), explanation_of(self)), "search.svg" if drawn else None
         text = reporting.document(lead, tables(self), plot, "Tokens per pass against the cost of a step")
-        reporting.write_files(folder, {"search.json": json.dumps(self.to_dict(), indent=2) + "\n", "search.md": text})
+        reporting.write_files(folder, {"search.json": self.to_dict(), "search.md": text})
 
 
 def title_of(report: SearchReport) -> str:

@@ -3,11 +3,10 @@ as data, as tables for the terminal and Markdown, and as a picture."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -251,9 +250,9 @@ class SpeedReport:
         )
 
     @property
-    def label(self) -> str | None:
-        label: str | None = self.configuration.get("inflated")
-        return label
+    def label(self) -> Any:
+        """That every figure must bear; None: the target is not inflated."""
+        return self.configuration.get("inflated")
 
     @property
     def groups(self) -> list[str]:
@@ -289,9 +288,8 @@ class SpeedReport:
         from draftgraph.bench.page import page
 
         plot = save_plot(self, folder / "report.png") if self.modes else None
-        data = json.dumps(self.to_dict(), indent=2) + "\n"
         text = self.to_markdown(None if plot is None else plot.name)
-        write_files(folder, {"report.json": data, "report.md": text, "report.html": page([self.to_part()])})
+        write_files(folder, {"report.json": self.to_dict(), "report.md": text, "report.html": page([self.to_part()])})
 
 
 Prompt = tuple[str, int]  # of a task, by number
@@ -336,6 +334,9 @@ def mode_figures(
     tasks = [task_figures(mode, task, [run for run in runs if run["task"] == task], ratios[task]) for task in ratios]
     warm_ups = [record for record in of_kind(records, "warm-up") if record["mode"] == mode]
     known = (*warm_ups, *runs)
+    missed = Counter[str]()
+    for run in runs:
+        missed.update(run.get("missed", {}))
     claims = [run["same"] for run in runs if run["same"] is not None]
     return ModeFigures(
         mode,
@@ -345,7 +346,7 @@ def mode_figures(
         Sources.of(runs),
         Sources.of([run for run in runs if not run["loops"]]),
         Acceptance.of(runs),
-        missed_shares(runs),
+        {reason: count / missed.total() for reason, count in missed.most_common()},
         len(runs),
         sum(claims) if claims else None,
         sum(run["tie"] for run in runs),
@@ -388,13 +389,6 @@ def per(runs: Sequence[Record], figure: str, unit: str) -> float | None:
 
 def largest(records: Sequence[Record], figure: str) -> int | None:
     return max((record[figure] for record in records if figure in record), default=None)
-
-
-def missed_shares(runs: Sequence[Record]) -> dict[str, float]:
-    counts = Counter[str]()
-    for run in runs:
-        counts.update(run.get("missed", {}))
-    return {reason: count / counts.total() for reason, count in counts.most_common()}
 
 
 def total_by_source(runs: Sequence[Record], figure: str) -> dict[str, int]:
@@ -464,24 +458,13 @@ def generation_errors(report: SpeedReport) -> Diagnosis:
     return Diagnosis(name, wrong, f"{parted}: {advice}.")
 
 
-def tables(report: SpeedReport) -> Iterator[Table]:
-    yield speed_table(report)
-    yield times_table(report)
-    if any(mode.sources.shares for mode in report.modes):
-        yield sources_table(report)
-    if report.scores:
-        yield scores_table(report.scores)
-    if any(mode.acceptance for mode in report.modes):
-        yield acceptance_table(report)
-    if any(mode.missed for mode in report.modes):
-        yield missed_table(report)
-    if any(mode.rescored for mode in report.modes):
-        yield rescored_table(report)
-    yield costs_table(report)
-    found = [[one.signature, one.line] for one in diagnoses(report)]
-    yield Table("Signs of failure", ["sign", reporting.REASON], found)
-    if report.failed:
-        yield failed_table(report)
+def tables(report: SpeedReport) -> list[Table]:
+    """Without those that have nothing to tell."""
+    signs = [[one.signature, one.line] for one in diagnoses(report)]
+    scores, failures = scores_table(report.scores), Table("Signs of failure", ["sign", reporting.REASON], signs)
+    proposals = [sources_table(report), scores, acceptance_table(report), missed_table(report), rescored_table(report)]
+    costs = [costs_table(report), failures, failed_table(report)]
+    return [table for table in (speed_table(report), times_table(report), *proposals, *costs) if table.lines]
 
 
 def title_of(report: SpeedReport) -> str:
@@ -556,7 +539,7 @@ def rescored_table(report: SpeedReport) -> Table:
 def acceptance_table(report: SpeedReport) -> Table:
     """Share of passes that accept at a depth, and share of a source's proposals that are accepted."""
     told = [(mode.mode, mode.acceptance) for mode in report.modes if mode.acceptance is not None]
-    deepest = min(max(len(found.by_depth) for _, found in told), SHOWN_DEPTHS)
+    deepest = min(max((len(found.by_depth) for _, found in told), default=0), SHOWN_DEPTHS)
     header = ["mode", "proposed per accepted", *(f"depth {depth}" for depth in range(1, deepest + 1))]
     header += [f"of {source}" for source in SOURCES]
     lines = []

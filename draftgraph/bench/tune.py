@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +106,7 @@ class TuneReport:
 
     def save(self, folder: Path) -> None:
         """Writes latency.json, latency.svg and latency.png."""
-        write_files(folder, {"latency.json": json.dumps(self.to_dict(), indent=2) + "\n"})
+        write_files(folder, {"latency.json": self.to_dict()})
         save_figure(drawn(self), folder, "latency")
 
 

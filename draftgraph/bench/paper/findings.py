@@ -18,10 +18,12 @@ from draftgraph.bench.paper.probes import SETTINGS
 from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import FILE, Record, of_kind, records_in
 from draftgraph.bench.searching import ROUNDS, need_optuna
-from draftgraph.bench.speed_report import ALL, SpeedReport
+from draftgraph.bench.speed_report import ALL, SpeedReport, total_by_source
 from draftgraph.errors import UsageError
-from draftgraph.stats import SOURCES
 
+AT_TARGET, AT_DRAFT = "target", "draft"  # where masks are wrong: their settings begin so
+CHANGES = "CHANGE answers, which must never be"
+SURENESS = ("sure", "between", "unsure")
 COUNTS = [
     "setting",
     "times as fast",
@@ -81,7 +83,7 @@ class Counts:
             sum(run["steps"] for run in runs),
             sum(run["nodes"] for run in runs),
             sum(run["draft_tokens"] for run in runs),
-            {source: sum(run["accepted_by_source"].get(source, 0) for run in runs) for source in SOURCES},
+            total_by_source(runs, "accepted_by_source"),
         )
 
     @property
@@ -135,11 +137,15 @@ def measured(folder: Path) -> Measured | None:
     runs, sessions = of_kind(records, "run"), of_kind(records, "session")
     if not sessions or len(runs) < sessions[-1]["planned"]:
         return None
-    by_mode: dict[str, list[Record]] = {}
-    for run in runs:
-        by_mode.setdefault(run["mode"], []).append(run)
-    modes = {mode: Counts.of(these) for mode, these in by_mode.items()}
+    modes = {mode: Counts.of(these) for mode, these in grouped(runs, "mode").items()}
     return Measured(SpeedReport.of(records), modes, Sameness.of(runs))
+
+
+def grouped(records: Sequence[Record], by: str) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record[by], []).append(record)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -420,11 +426,6 @@ def setting_named(one: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items()) or one["name"]
 
 
-AT_TARGET, AT_DRAFT = "target", "draft"  # where masks are wrong: their settings begin so
-CHANGES = "CHANGE answers, which must never be"
-SURENESS = ("sure", "between", "unsure")
-
-
 def borrowed(name: str, found: Sequence[Record]) -> Finding:
     rows, told = [], []
     for tau in TAUS:
@@ -488,7 +489,7 @@ def overlap_row(words: str, pairs: Sequence[Record]) -> list[str]:
 
 def wrong_masks(name: str, found: Sequence[Record]) -> Finding | None:
     """None: no prompt was answered at every setting so far."""
-    settings, rows = by_setting(answered_at_every_setting(found)), []
+    settings, rows = by_setting(found), []
     if not settings:
         return None
     for setting, here in settings.items():
@@ -511,7 +512,7 @@ def wrong_masks(name: str, found: Sequence[Record]) -> Finding | None:
 
 def accuracy(name: str, found: Sequence[Record]) -> Finding | None:
     """None: no prompt was answered at every setting so far."""
-    settings = by_setting(answered_at_every_setting(found))
+    settings = by_setting(found)
     if not settings:
         return None
     first = next(iter(settings.values()))
@@ -538,16 +539,10 @@ def accuracy(name: str, found: Sequence[Record]) -> Finding | None:
 
 
 def by_setting(found: Sequence[Record]) -> dict[str, list[Record]]:
-    settings: dict[str, list[Record]] = {}
-    for record in found:
-        settings.setdefault(record["setting"], []).append(record)
-    return settings
-
-
-def answered_at_every_setting(found: Sequence[Record]) -> list[Record]:
     """A study that was stopped has answered its last prompt at some settings only: that one is left out."""
     answers = Counter((record["task"], record["prompt"]) for record in found)
-    return [record for record in found if answers[record["task"], record["prompt"]] == len(SETTINGS)]
+    whole = [record for record in found if answers[record["task"], record["prompt"]] == len(SETTINGS)]
+    return grouped(whole, "setting")
 
 
 def per_pass_of(records: Sequence[Record]) -> float:

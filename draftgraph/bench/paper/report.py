@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,9 +96,5 @@ class PaperReport:
         """Writes paper.json, paper.md and paper.html."""
         from draftgraph.bench.page import page
 
-        contents = {
-            "paper.json": json.dumps(self.to_dict(), indent=2) + "\n",
-            "paper.md": self.to_markdown(),
-            "paper.html": page([self.to_part()]),
-        }
-        write_files(folder, contents)
+        page_of_one = page([self.to_part()])
+        write_files(folder, {"paper.json": self.to_dict(), "paper.md": self.to_markdown(), "paper.html": page_of_one})

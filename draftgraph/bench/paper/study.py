@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,8 +145,7 @@ def compare_drafts(study: Study, others: Mapping[str, Any]) -> bool:
     if pair.draft is pair.target:
         del drafts[items.TARGET_ITSELF]
     sizes = {name: 0 if draft is None else weights_read(draft) for name, draft in drafts.items()}
-    known = json.dumps(known_sizes(study.folder) | sizes, indent=2) + "\n"
-    write_files(study.folder / items.DRAFTS, {SIZES_FILE: known})
+    write_files(study.folder / items.DRAFTS, {SIZES_FILE: known_sizes(study.folder) | sizes})
     done = [
         study.times(
             items.draft_item(name),
