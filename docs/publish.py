@@ -17,7 +17,7 @@ from typing import Any
 
 from draftgraph.bench.page import page
 from draftgraph.bench.runs import FILE, Record, of_kind, records_in
-from draftgraph.bench.scores import scores_of
+from draftgraph.bench.tasks import scores_of
 from draftgraph.cli.bench_report import read
 
 RESULTS = Path(__file__).parent / "results"

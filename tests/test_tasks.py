@@ -13,9 +13,8 @@ import pytest
 from cli_tools import Runner
 
 from draftgraph import UsageError
-from draftgraph.bench.scores import scorer_of
 from draftgraph.bench.structures import DEFAULT, PEERS, SUITES, mode_named, suite_named
-from draftgraph.bench.tasks import HUB, OWN_FOLDER, TaskPrompt, read_tasks
+from draftgraph.bench.tasks import HUB, OWN_FOLDER, TaskPrompt, read_tasks, scorer_of
 
 OWN_TASKS = ["code", "from_en", "instruct", "math", "questions", "story", "summary", "to_en"]
 SCORED = {"from_en", "math", "summary", "to_en"}

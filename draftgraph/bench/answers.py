@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from draftgraph.decoder import GraphDecoder
 from draftgraph.distillation.sampler import Sampler
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.fields import setting
-from draftgraph.models.cache import cache_dir
+from draftgraph.models.cache import cache_dir, replacing
 from draftgraph.models.progress import Report
 from draftgraph.noise import KeyedNoise
-
-if TYPE_CHECKING:
-    from draftgraph.decoder import GraphDecoder
 
 LONGEST_PERIOD = 24
 REPEATS = 3
@@ -77,13 +72,18 @@ class TargetAnswers:
     def to(self, prompts: list[list[int]], temperature: float, report: Report | None = None) -> list[Answer]:
         """One answer per prompt, from the cache if this target was asked the same before."""
         file = cache_dir() / "answers" / f"{self._key(prompts, temperature)}.json"
-        answers = kept(file, len(prompts))
-        if answers is None:
+        answers = None
+        with suppress(OSError, ValueError, TypeError):
+            answers = [[int(token) for token in answer] for answer in json.loads(file.read_text())]
+        if answers is None or len(answers) != len(prompts):
             noise = self._noise(len(prompts)) if temperature > 0 else None
             answers = self.sampler.continue_texts(
                 prompts, self.max_new_tokens, temperature, self.seed, noise=noise, report=report
             )
-            keep(file, answers)
+            with suppress(OSError):  # only speed is lost
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(file) as partial:
+                    partial.write_text(json.dumps(answers))
         rows = zip(prompts, answers, strict=True)
         return [Answer(prompt, tokens, temperature, self.seed + row) for row, (prompt, tokens) in enumerate(rows)]
 
@@ -104,19 +104,3 @@ class TargetAnswers:
             said = self.target(input_ids=ids).logits[0, -1].float().cpu().numpy().tobytes()
         asked = [prompts, temperature, self.max_new_tokens, self.seed, sorted(self.stop_ids)]
         return hashlib.sha256(json.dumps(asked).encode() + said).hexdigest()
-
-
-def kept(file: Path, answers: int) -> list[list[int]] | None:
-    with suppress(OSError, ValueError, TypeError):
-        found = json.loads(file.read_text())
-        if len(found) == answers:
-            return [[int(token) for token in answer] for answer in found]
-    return None
-
-
-def keep(file: Path, answers: list[list[int]]) -> None:
-    partial = file.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):  # only speed is lost
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(answers))
-        partial.replace(file)

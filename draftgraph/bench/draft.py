@@ -236,29 +236,14 @@ def drawn(report: DraftReport) -> Any:
     """Agreement by task, and tokens per pass against verified nodes: of all answers, looping ones included."""
     figure = reporting.new_figure(report.title, 12, 4.8)
     left, right = figure.subplots(1, 2)
-    draw_agreement(left, report)
-    draw_tokens_per_pass(right, report)
-    return figure
-
-
-def draw_agreement(axes: Any, report: DraftReport) -> None:
-    width = 0.8 / len(report.temperatures)
+    width, which = 0.8 / len(report.temperatures), "Mean of the tasks"
     for index, temperature in enumerate(report.temperatures):
         rows, colour = shown(report.selected(temperature, "all")), reporting.colour(index)
-        places = [place + (index + 0.5) * width - 0.4 for place in range(len(rows))]
-        axes.bar(places, [row.agreement for row in rows], width, color=colour, label=heat(temperature))
-        axes.bar(places, [row.agreement_of_4 for row in rows], width, fill=False, edgecolor=colour)
-        axes.set_xticks(range(len(rows)), [row.task for row in rows], rotation=30, ha="right")
-    axes.set_title("The target's token is the draft's best (outline: among its 4 best)", fontsize="medium")
-    axes.set(ylim=(0, 1.01), ylabel="share of places")
-    axes.legend(loc="lower left", framealpha=1.0)
-
-
-def draw_tokens_per_pass(axes: Any, report: DraftReport) -> None:
-    which = "Mean of the tasks"
-    for index, temperature in enumerate(report.temperatures):
-        rows = shown(report.selected(temperature, "all"))
         which = rows[0].task if len(rows) == 1 else which
+        places = [place + (index + 0.5) * width - 0.4 for place in range(len(rows))]
+        left.bar(places, [row.agreement for row in rows], width, color=colour, label=heat(temperature))
+        left.bar(places, [row.agreement_of_4 for row in rows], width, fill=False, edgecolor=colour)
+        left.set_xticks(range(len(rows)), [row.task for row in rows], rotation=30, ha="right")
         series: dict[str, list[tuple[float, float]]] = {}
         for name, figures in rows[-1].structures.items():
             kind = re.sub(r"-\d+$", "", name)
@@ -266,10 +251,13 @@ def draw_tokens_per_pass(axes: Any, report: DraftReport) -> None:
         for number, (kind, points) in enumerate(series.items()):
             marker, label = SERIES.get(kind, (".", kind))
             style = {"marker": marker, "linestyle": reporting.line_style(index), "color": reporting.colour(number)}
-            axes.plot(*zip(*sorted(points), strict=True), label=None if index else label, **style)
+            right.plot(*zip(*sorted(points), strict=True), label=None if index else label, **style)
+    left.set_title("The target's token is the draft's best (outline: among its 4 best)", fontsize="medium")
+    left.set(ylim=(0, 1.01), ylabel="share of places")
+    left.legend(loc="lower left", framealpha=1.0)
     lines = zip(reporting.LINES, report.temperatures, strict=False)
-    axes.set_title(f"{which} ({', '.join(f'{line}: {heat(one)}' for line, one in lines)})", fontsize="medium")
-    axes.set(xlabel="verified nodes per pass, the root included", ylabel="tokens per pass")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.legend(**reporting.BESIDE)
+    right.set_title(f"{which} ({', '.join(f'{line}: {heat(one)}' for line, one in lines)})", fontsize="medium")
+    right.set(xlabel="verified nodes per pass, the root included", ylabel="tokens per pass")
+    reporting.by_powers_of_two(right)
+    right.legend(**reporting.BESIDE)
+    return figure

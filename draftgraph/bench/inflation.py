@@ -90,7 +90,9 @@ def inflate(model: Any, shape: str | Shape = "llama-2-7b", *, seed: int = 0) -> 
                     embed_layer(layer, real[index], fit)
                 report((index + 1) / len(large_layers))
             materialise(large, draw, fit)
-            embed_ends(large, model, fit)
+            put(large.model.embed_tokens, model.model.embed_tokens.weight)
+            put(large.model.norm, model.model.norm.weight * fit.shrink)
+            put(large.lm_head, model.lm_head.weight)
     except torch.OutOfMemoryError:
         size = sum(weight.numel() * weight.itemsize for weight in large.parameters()) / 1e9
         raise UsageError(f"{name} takes {size:.1f} GB, more than is free on {device}: choose a smaller shape") from None
@@ -235,12 +237,6 @@ def embed_layer(large: Any, small: Any, fit: Fit) -> None:
         put(getattr(large.mlp, name), getattr(small.mlp, name).weight)
     for name in ("input_layernorm", "post_attention_layernorm"):
         put(getattr(large, name), getattr(small, name).weight * fit.shrink)
-
-
-def embed_ends(large: Any, small: Any, fit: Fit) -> None:
-    put(large.model.embed_tokens, small.model.embed_tokens.weight)
-    put(large.model.norm, small.model.norm.weight * fit.shrink)
-    put(large.lm_head, small.lm_head.weight)
 
 
 def heads_of(attention: Any, name: str) -> Tensor:

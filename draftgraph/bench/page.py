@@ -21,8 +21,8 @@ from draftgraph.bench.paper.items import GRID, PAPER_POINT
 from draftgraph.bench.paper.report import VERDICTS, PaperReport
 from draftgraph.bench.reporting import REASON, Table, shown_settings
 from draftgraph.bench.runs import PLAIN, Record
-from draftgraph.bench.scores import scores_table
 from draftgraph.bench.speed_report import ALL, SpeedReport
+from draftgraph.bench.tasks import scores_table
 from draftgraph.errors import UsageError
 from draftgraph.inspect import GraphReport
 from draftgraph.inspect.html import pictured
@@ -39,6 +39,28 @@ PLOT_HEIGHT = 170.0
 LEFT, BOTTOM = 40.0, 38.0
 COLOURS = (0, 2, 4, 5, 3, 6, 1, 7)  # of series: classes of the style sheet, the first ones unlike each other
 TICKS = 4
+MOST_LINES = 20  # of a table that is not folded
+LABEL = re.compile(r"^(.*) \((\w+-cost, inflated)\)$")
+OURS, FIXED, OTHERS = 0, 1, 7  # colours: auto, fixed modes, other libraries
+SHOWN_DEPTHS = 12
+FIGURE = re.compile(r"[-+]?\d+(\.\d+)?")
+# The columns of an item's table that are drawn, one chart each: a bar for every row.
+DRAWN_COLUMNS: dict[str, Sequence[str]] = {
+    "main": [ALL],
+    "experiment-1": ["times as fast", "tokens per pass", "draft tokens per token"],
+    "experiment-2": ["times as fast", "merged", "draft tokens per token"],
+    "experiment-3": ["times as fast", "tokens per pass", "draft tokens per token"],
+    "experiment-2-borrowed": ["median KL, own from borrowed"],
+    "check-1": [ALL],
+    "check-2": ["surprise, more", "tokens per pass"],
+    "check-2-accuracy": ["accuracy", "answers unchanged"],
+    "foreign": [ALL],
+    "question-1": ["bigrams shared", "edits per token"],
+    "question-2": ["best chain", "graph", "auto"],
+    "question-3": ["times as fast"],
+    "draft-sizes": ["times as fast"],
+}
+CURVES = ("times as fast", "draft tokens per token", "accepted")  # by theta_prob and theta_sib
 Points = Sequence[tuple[float, float]]
 
 
@@ -82,7 +104,7 @@ def bars(title: str, rows: Sequence[Bar], reference: float | None = None) -> Mar
         middle = rail.middle(place)
         parts.append(rail.name(place, row.name))
         width = max(scale * row.value, 0.5)
-        parts.append(rectangle(rail.left, middle - 8, width, 16, row.colour, f"{row.name}: {row.shown}"))
+        parts.append(rectangle(rail.left, middle, width, row.colour, f"{row.name}: {row.shown}"))
         end = scale * (row.high or row.value)
         if row.low is not None and row.high is not None:
             low, high = rail.left + scale * row.low, rail.left + scale * row.high
@@ -106,9 +128,7 @@ def stacks(title: str, rows: Mapping[str, Mapping[str, float]]) -> Markup:
         for colour, name in enumerate(names):
             width = scale * row.get(name, 0.0)
             if width > 0:
-                parts.append(
-                    rectangle(x, middle - 8, width, 16, of_series(colour), f"{row_name}, {name}: {row[name]:.1%}")
-                )
+                parts.append(rectangle(x, middle, width, of_series(colour), f"{row_name}, {name}: {row[name]:.1%}"))
             x += width
     return figure(title, "".join(parts), rail.line * len(rows), names)
 
@@ -155,8 +175,8 @@ def of_series(place: int) -> int:
     return COLOURS[place % len(COLOURS)]
 
 
-def rectangle(x: float, y: float, width: float, height: float, colour: int, said: str) -> str:
-    where = {"x": float(x), "y": float(y), "width": float(width), "height": float(height), "rx": 2.0}
+def rectangle(x: float, middle: float, width: float, colour: int, said: str) -> str:
+    where = {"x": float(x), "y": middle - 8.0, "width": float(width), "height": 16.0, "rx": 2.0}
     return element("rect", element("title", escape(said)), **where, class_=f"bar c{colour}")
 
 
@@ -172,30 +192,6 @@ def nice(value: float) -> float:
     """
     power = 10.0 ** math.floor(math.log10(max(value, 1e-9)))
     return float(next(step * power for step in (1, 2, 4, 6, 8, 10) if step * power >= value * 0.999))
-
-
-MOST_LINES = 20  # of a table that is not folded
-LABEL = re.compile(r"^(.*) \((\w+-cost, inflated)\)$")
-OURS, FIXED, OTHERS = 0, 1, 7  # colours: auto, fixed modes, other libraries
-SHOWN_DEPTHS = 12
-FIGURE = re.compile(r"[-+]?\d+(\.\d+)?")
-# The columns of an item's table that are drawn, one chart each: a bar for every row.
-DRAWN_COLUMNS: dict[str, Sequence[str]] = {
-    "main": [ALL],
-    "experiment-1": ["times as fast", "tokens per pass", "draft tokens per token"],
-    "experiment-2": ["times as fast", "merged", "draft tokens per token"],
-    "experiment-3": ["times as fast", "tokens per pass", "draft tokens per token"],
-    "experiment-2-borrowed": ["median KL, own from borrowed"],
-    "check-1": [ALL],
-    "check-2": ["surprise, more", "tokens per pass"],
-    "check-2-accuracy": ["accuracy", "answers unchanged"],
-    "foreign": [ALL],
-    "question-1": ["bigrams shared", "edits per token"],
-    "question-2": ["best chain", "graph", "auto"],
-    "question-3": ["times as fast"],
-    "draft-sizes": ["times as fast"],
-}
-CURVES = ("times as fast", "draft tokens per token", "accepted")  # by theta_prob and theta_sib
 
 
 @dataclass(frozen=True)

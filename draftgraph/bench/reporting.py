@@ -108,6 +108,11 @@ def line_style(place: int) -> str:
     return LINES[place % len(LINES)]
 
 
+def by_powers_of_two(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
 def save_figure(figure: Any, folder: Path, name: str, kinds: Sequence[str] = ("svg", "png")) -> None:
     for kind in kinds:
         figure.savefig(folder / f"{name}.{kind}", dpi=150)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from torch.utils._pytree import tree_map
 
 from draftgraph.bench.sameness import STEPS_OF_A_TIE, Gaps
 from draftgraph.choose import Prefix, process
+from draftgraph.decoding import Decoding
 from draftgraph.engine.loan import Loan, unwrapped
 from draftgraph.models.student import is_plain
-
-if TYPE_CHECKING:
-    from draftgraph.decoding import Decoding
 
 HALF = (torch.float16, torch.bfloat16)
 

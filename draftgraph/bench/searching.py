@@ -103,12 +103,8 @@ class Rounds:
     runs: list[list[Record]] = field(default_factory=list)  # by round
 
     @property
-    def done(self) -> int:
-        return len(self.runs)
-
-    @property
     def missing(self) -> bool:
-        return not self.settings or self.done < ROUNDS
+        return not self.settings or len(self.runs) < ROUNDS
 
 
 class Turns:
@@ -253,7 +249,7 @@ def compare_best(study: Study, turns: Turns, limit: Limit) -> None:
     modes = [*rounds.settings, "auto"]
     answers = (1 + len(modes)) * turns.prompts
     with progress_bar(f"the best {len(rounds.settings)} beside auto") as report:
-        for done in range(rounds.done, ROUNDS):
+        for done in range(len(rounds.runs), ROUNDS):
             report(done / ROUNDS)
             if not limit.allows(answers):
                 return
@@ -282,7 +278,7 @@ def report_of(study: Study) -> SearchReport:
         compared = [Tried(one.name, one.setting, Outcome.of(runs, one.name), one.paper) for one in compared]
         compared.append(Tried("auto", {"mode": "auto"}, Outcome.of(runs, "auto")))
     configuration = dict(study.user_attrs["configuration"])
-    return SearchReport(configuration, list(trials.values()), compared, rounds.done, importance(study))
+    return SearchReport(configuration, list(trials.values()), compared, len(rounds.runs), importance(study))
 
 
 def trial_named(trial: FrozenTrial) -> str:
@@ -540,7 +536,14 @@ def picture(report: SearchReport) -> Any:
         if one is not None:
             style = {"marker": marker, "s": 150, "facecolors": "none", "edgecolors": colour, "linewidths": 2}
             axes.scatter(*places([one]), label=f"{name}: {one.outcome.speed}", zorder=3, **style)
-    draw_speeds(axes, [*report.trials, *report.compared])
+    costs, tokens = places([*report.trials, *report.compared])
+    left, bottom, right, top = 0.9 * min(1.0, *costs), 0.9, 1.05 * max(costs), 1.1 * max(tokens)
+    for speed in SPEEDS:  # lines of one speed: tokens per pass divided by cost
+        end = min(right, top / speed)
+        axes.plot([0, end], [0, speed * end], color="grey", linewidth=0.7, linestyle="dotted", zorder=0)
+        if end > left and speed * end > bottom:
+            axes.annotate(f"{speed:g}x", (end, speed * end), color="grey", fontsize="small", ha="right", va="top")
+    axes.set(xlim=(left, right), ylim=(bottom, top))
     axes.set(xlabel="cost of a step, in passes of the target over one token", ylabel="tokens per pass")
     axes.legend(frameon=False, loc="best", fontsize="small")
     return figure
@@ -548,15 +551,3 @@ def picture(report: SearchReport) -> Any:
 
 def places(several: list[Tried]) -> tuple[list[float], list[float]]:
     return [one.outcome.step_cost for one in several], [one.outcome.tokens_per_pass for one in several]
-
-
-def draw_speeds(axes: Any, several: list[Tried]) -> None:
-    """Lines of one speed: tokens per pass divided by cost."""
-    costs, tokens = places(several)
-    left, bottom, right, top = 0.9 * min(1.0, *costs), 0.9, 1.05 * max(costs), 1.1 * max(tokens)
-    for speed in SPEEDS:
-        end = min(right, top / speed)
-        axes.plot([0, end], [0, speed * end], color="grey", linewidth=0.7, linestyle="dotted", zorder=0)
-        if end > left and speed * end > bottom:
-            axes.annotate(f"{speed:g}x", (end, speed * end), color="grey", fontsize="small", ha="right", va="top")
-    axes.set(xlim=(left, right), ylim=(bottom, top))

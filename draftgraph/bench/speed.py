@@ -18,10 +18,10 @@ from draftgraph.bench.inflation import inflate as inflated
 from draftgraph.bench.methods import Exports, Method, MethodFailed, method_named
 from draftgraph.bench.rescoring import can_rescore
 from draftgraph.bench.runs import PLAIN, Deadline, Place, Record, Runs, all_places, can_be_rescored, digest, of_kind
-from draftgraph.bench.scores import to_score
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import HF_METHODS, MODES, PEERS, mode_named
+from draftgraph.bench.tasks import to_score
 from draftgraph.config import GraphConfig
 from draftgraph.distillation.folders import claimed, held_alone
 from draftgraph.engine.loan import unwrapped
@@ -123,10 +123,6 @@ def measure_all(
     missing = [place for place in places if place not in measured]
     working = {method.name: method for method in methods if any(place.mode == method.name for place in missing)}
 
-    def give_up(mode: str, error: MethodFailed, left: Sequence[Place]) -> None:
-        working.pop(mode).close()
-        runs.append("failed", {"mode": mode, "reason": str(error), "left_out": sum(one.mode == mode for one in left)})
-
     warm: set[str] = set()
     with progress_bar(f"{len(missing)} of {len(places)} measurements") as report:
         for done, place in enumerate(missing):
@@ -143,7 +139,9 @@ def measure_all(
                 with deadline.watch():
                     run = method.run(prompt, plain.get(number))
             except MethodFailed as error:
-                give_up(place.mode, error, missing[done:])
+                working.pop(place.mode).close()
+                left = sum(one.mode == place.mode for one in missing[done:])
+                runs.append("failed", {"mode": place.mode, "reason": str(error), "left_out": left})
                 continue
             if place.mode == PLAIN:
                 plain.setdefault(number, run["tokens"])

@@ -19,8 +19,8 @@ from draftgraph.bench import reporting
 from draftgraph.bench.reporting import Table, number, percent, write_files
 from draftgraph.bench.runs import PLAIN, Place, Record, can_be_rescored, last_session, of_kind
 from draftgraph.bench.sameness import MOST, Rescored
-from draftgraph.bench.scores import EXPLANATION as SCORES
-from draftgraph.bench.scores import TaskScore, scores_of, scores_table
+from draftgraph.bench.tasks import SCORES_EXPLAINED as SCORES
+from draftgraph.bench.tasks import TaskScore, scores_of, scores_table
 from draftgraph.stats import SOURCES
 
 if TYPE_CHECKING:
@@ -516,12 +516,15 @@ def failed_table(report: SpeedReport) -> Table:
 
 def sources_table(report: SpeedReport) -> Table:
     header = ["mode", "answers", *SOURCES, "not drafted"]
-    lines: list[list[str]] = []
-    for mode in report.modes:
-        if mode.sources.shares:
-            lines.append([mode.mode, f"all {mode.sources.answers}", *shares_of(mode.sources)])
-            if (steady := mode.sources_without_loops).answers < mode.sources.answers:
-                lines.append([mode.mode, f"{steady.answers} that do not loop", *shares_of(steady)])
+    lines = []
+    for mode in (mode for mode in report.modes if mode.sources.shares):
+        every, steady = mode.sources, mode.sources_without_loops
+        rows = {f"all {every.answers}": every}
+        if steady.answers < every.answers:
+            rows[f"{steady.answers} that do not loop"] = steady
+        for words, found in rows.items():
+            shares = [*(found.shares.get(source) for source in SOURCES), found.undrafted]
+            lines.append([mode.mode, words, *map(percent, shares)])
     return Table("Accepted tokens by source", header, lines)
 
 
@@ -580,11 +583,6 @@ def labelled(cell: str, report: SpeedReport) -> str:
     return f"{cell} ({report.label})" if cell and report.label else cell
 
 
-def shares_of(sources: Sources) -> list[str]:
-    shares = [*(sources.shares.get(source) for source in SOURCES), sources.undrafted]
-    return [percent(share) for share in shares]
-
-
 def save_plot(report: SpeedReport, file: Path) -> Path | None:
     """None: there is no matplotlib, or there are more modes than a picture can show; the page has a chart of those."""
     if len(report.modes) > MOST_MODES or not reporting.has_matplotlib():
@@ -592,7 +590,17 @@ def save_plot(report: SpeedReport, file: Path) -> Path | None:
     figure = reporting.new_figure(title_of(report), 12, 4.8)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     draw_speed(left, report)
-    draw_sources(right, [mode for mode in report.modes if mode.sources.shares])
+    modes = [mode for mode in report.modes if mode.sources.shares]
+    bottoms = [0.0] * len(modes)
+    for index, source in enumerate(SOURCES):
+        shares = [mode.sources.shares[source] for mode in modes]
+        right.bar([mode.mode for mode in modes], shares, bottom=bottoms, label=source, color=reporting.colour(index))
+        bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
+    right.set_title("Accepted tokens by source, looping answers included", fontsize="medium")
+    right.set(ylim=(0, 1.01), ylabel="share")
+    if modes:
+        right.tick_params(axis="x", rotation=30)
+        right.legend(**reporting.BESIDE)
     figure.savefig(file, dpi=150)
     return file
 
@@ -605,30 +613,12 @@ def draw_speed(axes: Any, report: SpeedReport) -> None:
         known = mode.by_task
         here = {place: known[task].speed for place, task in enumerate(groups) if task in known}
         places = [place + (index + 0.5) * width - 0.4 for place in here]
-        heights = [speed.ratio for speed in here.values()]
-        bars = {"yerr": errors([*here.values()]), "capsize": 2, "color": reporting.colour(index)}
-        axes.bar(places, heights, width, label=mode.mode, **bars)
+        below = [math.nan if one.low is None else one.ratio - one.low for one in here.values()]
+        above = [math.nan if one.high is None else one.high - one.ratio for one in here.values()]
+        bars = {"yerr": [below, above], "capsize": 2, "color": reporting.colour(index)}
+        axes.bar(places, [one.ratio for one in here.values()], width, label=mode.mode, **bars)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right")
     axes.set_title(labelled("Times as fast as plain decoding", report), fontsize="medium")
     if modes:
-        axes.legend(**reporting.BESIDE)
-
-
-def errors(speeds: list[Speed]) -> list[list[float]]:
-    below = [math.nan if one.low is None else one.ratio - one.low for one in speeds]
-    above = [math.nan if one.high is None else one.high - one.ratio for one in speeds]
-    return [below, above]
-
-
-def draw_sources(axes: Any, modes: list[ModeFigures]) -> None:
-    bottoms = [0.0] * len(modes)
-    for index, source in enumerate(SOURCES):
-        shares = [mode.sources.shares[source] for mode in modes]
-        axes.bar([mode.mode for mode in modes], shares, bottom=bottoms, label=source, color=reporting.COLOURS[index])
-        bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
-    axes.set_title("Accepted tokens by source, looping answers included", fontsize="medium")
-    axes.set(ylim=(0, 1.01), ylabel="share")
-    if modes:
-        axes.tick_params(axis="x", rotation=30)
         axes.legend(**reporting.BESIDE)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,12 @@ from draftgraph.bench.answers import loops
 from draftgraph.bench.rescoring import rescored
 from draftgraph.bench.runs import PLAIN, Record, digest
 from draftgraph.bench.sameness import Difference, Gaps, difference
+from draftgraph.config import GraphConfig
+from draftgraph.decoding import Decoding
 from draftgraph.inspect import GraphReport
+from draftgraph.pair import Pair
+from draftgraph.trace import Step
 from draftgraph.tuning.latency import MeasuredCost
-
-if TYPE_CHECKING:
-    from draftgraph.config import GraphConfig
-    from draftgraph.decoding import Decoding
-    from draftgraph.pair import Pair
-    from draftgraph.trace import Step
 
 
 class Meters:

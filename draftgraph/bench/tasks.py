@@ -1,4 +1,5 @@
-"""Tasks to measure on: files of JSON lines, each a task named after its file; own ones; datasets of the hub."""
+"""Tasks to measure on: files of JSON lines, each a task named after its file; own ones; datasets of the hub. And how
+good answers are, by the scores that their tasks are known for: the same wherever the tokens are the same."""
 
 from __future__ import annotations
 
@@ -6,19 +7,34 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
+from draftgraph.bench.reporting import Table
+from draftgraph.bench.runs import Record
 from draftgraph.errors import UsageError
-from draftgraph.models.cache import offline
+from draftgraph.models.cache import notice, offline
 from draftgraph.models.faults import one_line
+from draftgraph.text import decode
 
 SUFFIX = ".jsonl"
 OWN, OWN_FOLDER = "own", Path(__file__).with_name("own")
 TAG = re.compile(r"^\s*\[[^\]]{1,6}\]")
+LANGUAGES = {"de": "German", "en": "English"}
 Row = Mapping[str, Any]
+SCORES_EXPLAINED = (
+    "Task scores, of 100, compare first answers, which end at the limit of new tokens, with references: accuracy (the "
+    "last number is right), the mean F1 of ROUGE, and BLEU and chrF of all answers together. The same answers have the "
+    "same scores."
+)
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
+RESULT = re.compile(rf"####\s*({NUMBER.pattern})\s*$")
+Texts = Sequence[str]
+Scorer = Callable[[Texts, Texts], dict[str, float]]  # answers and references to scores by name
 
 
 class TaskPrompt(str):
@@ -53,16 +69,12 @@ def prompt_of(line: str, place: str) -> TaskPrompt:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f'{place}: not JSON; write {{"prompt": "..."}}') from error
-    prompt = first_said(row) if isinstance(row, dict) else None
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if isinstance(row, dict) and "prompt" not in row and isinstance(turns := row.get("turns"), list) and turns:
+        prompt = turns[0]  # of a conversation, as in the rows of Spec-Bench and MT-Bench
     if not isinstance(prompt, str) or not prompt.strip():
         raise UsageError(f'{place}: no prompt; write {{"prompt": "..."}}')
     return TaskPrompt(prompt, text_or_none(row.get("reference")), text_or_none(row.get("task")))
-
-
-def first_said(row: dict[str, Any]) -> object:
-    """The prompt, or the first turn of a conversation, as in the rows of Spec-Bench and MT-Bench."""
-    turns = row.get("turns")
-    return turns[0] if "prompt" not in row and isinstance(turns, list) and turns else row.get("prompt")
 
 
 def text_or_none(value: object) -> str | None:
@@ -89,9 +101,9 @@ def instruction(row: Row) -> TaskPrompt:
     return TaskPrompt(request, row["output"], "instruction")
 
 
-def translation(row: Row, from_language: str, from_key: str, to_language: str, to_key: str) -> TaskPrompt:
-    pair = row["translation"]
-    return TaskPrompt(f"Translate {from_language} to {to_language}: {pair[from_key]}", pair[to_key], "translation")
+def translated(source: str, target: str, row: Row) -> TaskPrompt:
+    text, good = row["translation"][source], row["translation"][target]
+    return TaskPrompt(f"Translate {LANGUAGES[source]} to {LANGUAGES[target]}: {text}", good, "translation")
 
 
 def code(row: Row) -> TaskPrompt:
@@ -114,8 +126,8 @@ HUB = {
     "gsm8k": HubTask("openai/gsm8k", "main", "test", lambda row: TaskPrompt(row["question"], row["answer"], "math")),
     "xsum": HubTask("EdinburghNLP/xsum", None, "test", summary),
     "alpaca": HubTask("tatsu-lab/alpaca", None, "train", instruction),
-    "wmt14_deen": HubTask("wmt/wmt14", "de-en", "test", lambda row: translation(row, "German", "de", "English", "en")),
-    "wmt14_ende": HubTask("wmt/wmt14", "de-en", "test", lambda row: translation(row, "English", "en", "German", "de")),
+    "wmt14_deen": HubTask("wmt/wmt14", "de-en", "test", partial(translated, "de", "en")),
+    "wmt14_ende": HubTask("wmt/wmt14", "de-en", "test", partial(translated, "en", "de")),
     "humaneval": HubTask("openai/openai_humaneval", None, "test", code),
     "writing_prompts": HubTask("euclaise/writingprompts", None, "test", story),
     "mt_bench": HubTask("HuggingFaceH4/mt_bench_prompts", None, "train", first_turn),
@@ -190,3 +202,119 @@ def task_files(place: Path) -> list[Path]:
     if files := sorted(place.glob(f"*{SUFFIX}")):
         return files
     raise UsageError(f"the folder {place} has no {SUFFIX} files: give one with a file of prompts per task")
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    task: str
+    metric: str
+    answers: int  # of every mode, to the same prompts
+    by_mode: dict[str, float]  # of 100
+
+
+def accuracy(answers: Texts, references: Texts) -> dict[str, float]:
+    """As GSM8K counts it.
+
+    >>> accuracy(["It costs $1,200.", "So 7"], ["2 * 600 = 1200 #### 1200", "#### 8"])
+    {'accuracy': 50.0}
+    """
+    pairs = zip(answers, references, strict=True)
+    return {"accuracy": 100 * fmean(last_number(answer) == last_number(reference) for answer, reference in pairs)}
+
+
+def last_number(text: str) -> float | None:
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def rouge(answers: Texts, references: Texts) -> dict[str, float]:
+    kinds = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+    scorer = needed("rouge_score.rouge_scorer", "rouge-score").RougeScorer(list(kinds), use_stemmer=True)
+    found = [scorer.score(reference, answer) for answer, reference in zip(answers, references, strict=True)]
+    return {name: 100 * fmean(one[kind].fmeasure for one in found) for kind, name in kinds.items()}
+
+
+def translation(answers: Texts, references: Texts) -> dict[str, float]:
+    sacrebleu = needed("sacrebleu", "sacrebleu")
+    lines, expected = [" ".join(answer.split()) for answer in answers], [list(references)]
+    return {
+        "BLEU": sacrebleu.corpus_bleu(lines, expected, force=True).score,
+        "chrF": sacrebleu.corpus_chrf(lines, expected).score,
+    }
+
+
+def needed(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(f"some task scores need {package}: pip install 'draftgraph[bench]'") from error
+
+
+# By what a row's `task` says up to a slash, or else by the task's name.
+SCORERS: dict[str, Scorer] = {
+    "summarization": rouge,
+    "summary": rouge,
+    "xsum": rouge,
+    "translation": translation,
+    "to_en": translation,
+    "from_en": translation,
+    "wmt14_deen": translation,
+    "wmt14_ende": translation,
+}
+
+
+def scorer_of(run: Record) -> Scorer | None:
+    """None where there is nothing to score by: no reference, or a task of another sort."""
+    if not run.get("reference"):
+        return None
+    if RESULT.search(run["reference"]):
+        return accuracy
+    kind = (run.get("task_kind") or run["task"]).partition("/")[0]
+    return SCORERS.get(kind) or SCORERS.get(run["task"])
+
+
+def to_score(tokenizer: Any, prompt: str, tokens: list[int]) -> Record:
+    """What the record of an answer needs, so that it can be scored whenever a report is made."""
+    return {"text": decode(tokenizer, tokens)} | known_of(prompt)
+
+
+def known_of(prompt: str) -> Record:
+    """What a prompt tells of a good answer."""
+    return {"reference": getattr(prompt, "reference", None), "task_kind": getattr(prompt, "kind", None)}
+
+
+def scores_of(runs: Sequence[Record]) -> list[TaskScore]:
+    """Of the first answers to the prompts that every mode has answered."""
+    by_task: dict[tuple[str, Scorer], dict[int, dict[str, Record]]] = {}
+    modes = dict.fromkeys(run["mode"] for run in runs if "text" in run)
+    for run in runs:
+        if "text" in run and (scorer := scorer_of(run)) is not None:
+            by_task.setdefault((run["task"], scorer), {}).setdefault(run["prompt"], {})[run["mode"]] = run
+    missing: dict[str, None] = {}
+    found: list[TaskScore] = []
+    for (task, scorer), prompts in by_task.items():
+        whole = [answers for answers in prompts.values() if len(answers) == len(modes)]
+        try:
+            found += scored(task, scorer, {mode: [answers[mode] for answers in whole] for mode in modes})
+        except UsageError as error:
+            missing[str(error)] = None
+    for line in missing:
+        notice(line)
+    return found
+
+
+def scored(task: str, scorer: Scorer, runs: dict[str, list[Record]]) -> Iterator[TaskScore]:
+    metrics: dict[str, dict[str, float]] = {}
+    for mode, answers in runs.items():
+        if answers:
+            scores = scorer([run["text"] for run in answers], [run["reference"] for run in answers])
+            for metric, value in scores.items():
+                metrics.setdefault(metric, {})[mode] = value
+    for metric, by_mode in metrics.items():
+        yield TaskScore(task, metric, len(next(iter(runs.values()))), by_mode)
+
+
+def scores_table(scores: Sequence[TaskScore]) -> Table:
+    modes = dict.fromkeys(mode for score in scores for mode in score.by_mode)
+    lines = [[mode, *(f"{score.by_mode[mode]:.1f}" for score in scores)] for mode in modes]
+    return Table("Task scores", ["mode", *(f"{score.task} {score.metric}" for score in scores)], lines)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draftgraph.bench.reporting import COLOURS, LINES, new_figure, save_figure, write_files
+from draftgraph.bench.reporting import COLOURS, LINES, by_powers_of_two, new_figure, save_figure, write_files
 from draftgraph.config import GraphConfig
 from draftgraph.cost import CostModel, DraftBudget, nodes_worth_checking
 from draftgraph.drafting import grow
@@ -136,23 +136,18 @@ def drawn(report: TuneReport) -> Any:
     """Milliseconds by nodes, and what `auto` gains with them."""
     names = report.target if report.draft is None else f"{report.target} with {report.draft}"
     figure = new_figure(f"{names}: {report.settings['device']}, {report.settings['dtype']}", 11, 4.6)
-    axes = figure.subplots(1, 2 if report.choices else 1, squeeze=False)[0]
-    draw_latencies(axes[0], report)
-    if report.choices:
-        draw_choices(axes[1], report)
-    return figure
-
-
-def draw_latencies(axes: Any, report: TuneReport) -> None:
+    axes, *right = figure.subplots(1, 2 if report.choices else 1, squeeze=False)[0]
     for (name, curve), colour in zip(report.curves.items(), COLOURS, strict=False):
         for context, row, line in zip(curve.contexts, curve.seconds, LINES, strict=False):
             style = {"marker": "o", "linestyle": line, "color": colour}
             axes.plot(curve.nodes, [1000 * seconds for seconds in row], label=f"{name}, text of {context}", **style)
     axes.set(xlabel="nodes of a pass", ylabel="milliseconds", title="How long a pass takes")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
+    by_powers_of_two(axes)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
+    if report.choices:
+        draw_choices(right[0], report)
+    return figure
 
 
 def draw_choices(axes: Any, report: TuneReport) -> None:

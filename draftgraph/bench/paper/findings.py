@@ -168,9 +168,9 @@ def counts_row(words: str, known: Measured, mode: str) -> list[str]:
     return [words, known.shown(mode), *(f"{figure:.2f}" for figure in figures), *shares]
 
 
-def speed_table(known: Measured, modes: Sequence[str]) -> Table:
+def speed_table(known: Measured, chain: str) -> Table:
     groups = [*known.tasks, ALL]
-    rows = [[mode, *(known.shown(mode, task) for task in groups)] for mode in modes]
+    rows = [[mode, *(known.shown(mode, task) for task in groups)] for mode in (chain, "tree", "graph", "auto")]
     return Table("Times as fast as plain decoding", ["mode", *groups], rows)
 
 
@@ -186,7 +186,7 @@ def main_table(name: str, known: Measured) -> Finding:
         name,
         "Main table: how fast are standard (SSD), tree (TSD) and graph (GSD) speculative decoding?",
         answer,
-        speed_table(known, (chain, "tree", "graph", "auto")),
+        speed_table(known, chain),
         graph_over_chain > 1.0,
         {"gsd": known.speed("graph"), "gsd_over_ssd": graph_over_chain},
     )
@@ -195,12 +195,13 @@ def main_table(name: str, known: Measured) -> Finding:
 def claims(name: str, known: Measured) -> Finding:
     graph, tree, auto = (known.modes[mode] for mode in ("graph", "tree", "auto"))
     saved = 1.0 - graph.drafted_per_token / tree.drafted_per_token
-    undrafted = 1.0 - auto.accepted["draft"] / max(1, sum(auto.accepted.values()))
+    shares = {source: count / max(1, sum(auto.accepted.values())) for source, count in auto.accepted.items()}
+    undrafted = ", ".join(f"{share:.1%} {source}" for source, share in shares.items() if source != "draft")
     answer = (
         f"{graph.merged:.1%} of the tokens that mode graph accepts come from merged nodes (paper: about "
         f"{PAPER_MERGED:.0%}); against the tree, which covers {tree.per_pass:.2f} tokens per pass where the graph "
         f"covers {graph.per_pass:.2f}, merging saves {saved:.1%} of the tokens that the draft is fed. In mode auto "
-        f"{undrafted:.1%} of accepted tokens cost no drafting: {', '.join(shares_of(auto.accepted))}."
+        f"{1.0 - shares['draft']:.1%} of accepted tokens cost no drafting: {undrafted}."
     )
     return Finding(
         name,
@@ -209,11 +210,6 @@ def claims(name: str, known: Measured) -> Finding:
         agrees=graph.merged > PAPER_MERGED / 2,
         figures={"merged": graph.merged, "saved": saved},
     )
-
-
-def shares_of(accepted: dict[str, int]) -> list[str]:
-    total = max(1, sum(accepted.values()))
-    return [f"{count / total:.1%} {source}" for source, count in accepted.items() if source != "draft"]
 
 
 def experiment_1(name: str, known: Measured) -> Finding:
@@ -270,7 +266,7 @@ def check_1(name: str, known: Measured) -> Finding:
         "merged nodes."
     )
     question = "Check 1: text low in repetition (poetry, stories) against SSD"
-    return Finding(name, question, answer, speed_table(known, (chain, "tree", "graph", "auto")))
+    return Finding(name, question, answer, speed_table(known, chain))
 
 
 def foreign(name: str, known: Measured) -> Finding:
@@ -279,8 +275,7 @@ def foreign(name: str, known: Measured) -> Finding:
         f"Answers in another language ({', '.join(known.tasks)}): graph {known.shown('graph')}, best chain "
         f"{known.shown(chain)}, auto {known.shown('auto')}; {known.modes['graph'].merged:.1%} merged."
     )
-    table = speed_table(known, (chain, "tree", "graph", "auto"))
-    return Finding(name, "Claim: output that is not English", answer, table)
+    return Finding(name, "Claim: output that is not English", answer, speed_table(known, chain))
 
 
 def grid(name: str, known: Measured) -> Finding:
@@ -331,35 +326,21 @@ def draft_sizes(name: str, folder: Path) -> Finding | None:
     if len(found) < 2:
         return None
     ordered = sorted(found, key=lambda draft: sizes[draft])
-    speeds = {draft: found[draft].speed(fastest_of(found[draft])) for draft in ordered}
-    told = "; ".join(told_of(draft, found[draft], sizes[draft]) for draft in ordered)
+    rows, told, speeds = [], [], {}
+    for draft in ordered:
+        known, size = found[draft], f" ({millions(sizes[draft])})" if sizes[draft] else ""
+        chains = [known.fastest(CHAINS)] if any(mode in known.modes for mode in CHAINS) else []
+        for mode in (*chains, *(mode for mode in ("graph", "auto") if mode in known.modes)):
+            rows.append([draft_title(draft, known), millions(sizes[draft]), *counts_row(mode, known, mode)])
+        mode = known.fastest((*CHAINS, "graph", "auto"))
+        figures = f"{known.modes[mode].per_pass:.2f} tokens per pass, {known.modes[mode].acceptance:.1%} accepted"
+        told.append(f"{draft_title(draft, known)}{size} {known.shown(mode)} with {mode}, {figures}")
+        speeds[draft] = known.speed(mode)
     best = max(ordered, key=lambda draft: speeds[draft])
-    rows = [row for draft in ordered for row in draft_rows(draft, found[draft], sizes[draft])]
-    return Finding(
-        name,
-        "Claim: how does the size of the draft matter?",
-        f"By the weights that a pass of the draft reads: {told}. The fastest is {draft_title(best, found[best])}.",
-        Table("By draft", ["draft", "weights read", "mode", *COUNTS[1:]], rows),
-        figures=speeds,
-    )
-
-
-def fastest_of(known: Measured) -> str:
-    return known.fastest((*CHAINS, "graph", "auto"))
-
-
-def told_of(draft: str, known: Measured, size: int) -> str:
-    mode = fastest_of(known)
-    one, title = known.modes[mode], draft_title(draft, known) + (f" ({millions(size)})" if size else "")
-    figures = f"{one.per_pass:.2f} tokens per pass, {one.acceptance:.1%} accepted"
-    return f"{title} {known.shown(mode)} with {mode}, {figures}"
-
-
-def draft_rows(draft: str, known: Measured, size: int) -> list[list[str]]:
-    """Its best chain, the graph and auto, as far as it has them."""
-    chains = [mode for mode in CHAINS if mode in known.modes]
-    modes = [*([known.fastest(chains)] if chains else []), *(mode for mode in ("graph", "auto") if mode in known.modes)]
-    return [[draft_title(draft, known), millions(size), *counts_row(mode, known, mode)] for mode in modes]
+    fastest = f"The fastest is {draft_title(best, found[best])}."
+    answer = f"By the weights that a pass of the draft reads: {'; '.join(told)}. {fastest}"
+    table = Table("By draft", ["draft", "weights read", "mode", *COUNTS[1:]], rows)
+    return Finding(name, "Claim: how does the size of the draft matter?", answer, table, figures=speeds)
 
 
 def draft_title(draft: str, known: Measured) -> str:
@@ -463,7 +444,9 @@ def shared(name: str, found: Sequence[Record]) -> Finding:
         sampled = (pair for one in found if float(one["setting"]) == heat for pair in one["pairs"])
         groups[f"temperature {heat}"] = [pair for pair in sampled if pair["related"]]
     rows = [overlap_row(words, pairs) for words, pairs in groups.items()]
-    of_related, of_unrelated, of_sure, of_unsure = map(bigrams_of, (related, unrelated, sure, unsure))
+    of_related, of_unrelated, of_sure, of_unsure = (
+        fmean(pair["bigrams"] for pair in pairs) if pairs else 0.0 for pairs in (related, unrelated, sure, unsure)
+    )
     answer = (
         f"Behind the place where they part, two hypotheses of one step share {of_related:.0%} of their bigrams, "
         f"hypotheses of unrelated contexts {of_unrelated:.0%}: they part in a token and then say the same again, "
@@ -474,10 +457,6 @@ def shared(name: str, found: Sequence[Record]) -> Finding:
     question = "Open question 1: why do hypotheses share sequences?"
     table = Table("What hypotheses share", header, rows)
     return Finding(name, question, answer, table, of_related > of_unrelated, timed=False)
-
-
-def bigrams_of(pairs: Sequence[Record]) -> float:
-    return fmean(pair["bigrams"] for pair in pairs) if pairs else 0.0
 
 
 def overlap_row(words: str, pairs: Sequence[Record]) -> list[str]:
@@ -498,7 +477,8 @@ def wrong_masks(name: str, found: Sequence[Record]) -> Finding | None:
         first = f"{median(places):.0f} ({len(places)} of {len(here)})" if places else f"none ({len(here)} answers)"
         rows.append([setting, first, f"{worse:+.3f}", f"{per_pass_of(here):.2f}"])
     kept, right = draft_changes_nothing(settings), settings[SETTINGS[0]]
-    told = ", ".join(f"{words} {changed_in(settings[setting])}" for setting, words in wrong_at_target(settings))
+    wrong = [setting for setting in settings if setting.startswith(AT_TARGET) and setting != SETTINGS[0]]
+    told = ", ".join(f"for {float(one.split()[1]):.0%} of nodes {changed_in(settings[one])}" for one in wrong)
     answer = (
         f"Wrong masks at the target change answers: {told} (table: the place of the first other token, and the "
         "target's surprise at the text, in nats per token more than plain decoding's); at the draft they "
@@ -561,12 +541,6 @@ def is_changed(record: Record) -> bool:
 def changed_in(records: Sequence[Record]) -> str:
     ties = sum(bool(record.get("tie")) for record in records)
     return f"{sum(map(is_changed, records))} of {len(records)}" + (f" and {ties} at a tie" if ties else "")
-
-
-def wrong_at_target(settings: Mapping[str, Sequence[Record]]) -> list[tuple[str, str]]:
-    """These settings, and for which nodes the masks are wrong."""
-    there = [setting for setting in settings if setting.startswith(AT_TARGET) and setting != SETTINGS[0]]
-    return [(setting, f"for {float(setting.split()[1]):.0%} of nodes") for setting in there]
 
 
 def draft_changes_nothing(settings: Mapping[str, Sequence[Record]]) -> bool:

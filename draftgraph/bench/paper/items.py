@@ -64,8 +64,7 @@ class Item:
 
     def prompts_of(self, tasks: Mapping[str, Sequence[str]], most: int) -> dict[str, list[str]]:
         """Of the tasks that are there: at least one of each."""
-        count = max(1, round(self.share * most))
-        return first_prompts(tasks, self.tasks, count)
+        return first_prompts(tasks, self.tasks, max(1, round(self.share * most)))
 
 
 def first_prompts(tasks: Mapping[str, Sequence[str]], names: Sequence[str], most: int) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,18 @@ from torch import Tensor
 from draftgraph.bench.paper.items import MAIN, TAUS, TEMPERATURES, UNLIKE, Size, first_prompts
 from draftgraph.bench.runs import FILE, Deadline, Record, Runs, of_kind, records_in
 from draftgraph.bench.sameness import difference
-from draftgraph.bench.scores import accuracy, known_of, last_number, scorer_of
 from draftgraph.bench.speed import pair_key
 from draftgraph.bench.structures import mode_named
+from draftgraph.bench.tasks import accuracy, known_of, last_number, scorer_of
+from draftgraph.decoding import Decoding
 from draftgraph.engine.loan import Loan
 from draftgraph.engine.proposals import Wanted
 from draftgraph.engine.runner import Engine
 from draftgraph.graph import Bools, Ints, TokenGraph, TokenTree
 from draftgraph.models.progress import progress_bar
+from draftgraph.pair import Pair
 from draftgraph.text import decode, encode
 from draftgraph.trace import Step
-
-if TYPE_CHECKING:
-    from draftgraph.decoding import Decoding
-    from draftgraph.pair import Pair
 
 # Where masks are wrong, and for which share of nodes: each of these sees one node too many. Right ones come first.
 SETTINGS = ("target 0.0", "target 0.02", "target 0.1", "target 0.5", "draft 0.5")
@@ -41,8 +39,7 @@ PROBES, ACCURACY = "probes", "accuracy"  # folders: answers of the timed lengths
 PROBED_PROMPTS = 2  # of a task
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """One answer to look into: what is looked for, at which setting, on which prompt."""
 
     kind: str  # borrowing, overlap, masks or accuracy
@@ -52,7 +49,7 @@ class Probe:
 
     @classmethod
     def of(cls, record: Record) -> Probe:
-        return cls(*(record[name] for name in ("kind", "setting", "task", "prompt")))
+        return cls(*(record[name] for name in cls._fields))
 
 
 def look_into_answers(
@@ -77,8 +74,7 @@ def look_into(folder: Path, configuration: Record, probes: Iterable[Probe], look
                     return False
                 with deadline.watch():
                     found = looks.at(probe)
-                place = {"setting": probe.setting, "task": probe.task, "prompt": probe.prompt}
-                runs.append(probe.kind, place | found)
+                runs.append(probe.kind, probe._asdict() | found)
                 report((done + 1) / len(missing))
     return True
 
@@ -305,12 +301,10 @@ def borrowing(one: Seen, random: Random) -> Iterator[Record]:
     for node, lender in enumerate(graph.canonical):
         if lender != node and graph.children[lender]:
             other = random.randrange(len(graph))
-            divergence, unrelated = (kl(one.logprobs[node], one.logprobs[place]) for place in (lender, other))
+            own = one.logprobs[node]
+            terms = (own.exp() * (own - one.logprobs[place]) for place in (lender, other))
+            divergence, unrelated = (float(each.nan_to_num(0.0, 0.0, 0.0).sum()) for each in terms)
             yield {"divergence": divergence, "unrelated": unrelated, "children": len(graph.children[lender])}
-
-
-def kl(own: Tensor, borrowed: Tensor) -> float:
-    return float((own.exp() * (own - borrowed)).nan_to_num(0.0, 0.0, 0.0).sum())
 
 
 def overlap(one: Seen, others: Sequence[list[int]], kind_of: Callable[[int], str], random: Random) -> Iterator[Record]:

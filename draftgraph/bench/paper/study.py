@@ -165,8 +165,12 @@ def search_best(study: Study) -> bool:
         notice(f"open question 3 is left out: {error}")
         return True
     prompts = items.first_prompts(study.tasks, items.MAIN, study.size.searched_prompts)
-    if search_is_finished(study, prompts):
-        return True
+    known = report_in(study.folder)
+    if len(known["trials"]) >= study.size.trials and known["rounds"] >= ROUNDS:
+        found, asked = known["configuration"], asked_for(prompts, study.size.new_tokens, study.seed)
+        here = {name: value for name, value in study.here.items() if name in found}
+        if found == found | here | asked:  # it need not be opened: its circumstances are those of the items
+            return True
     # A round is the longest that a search does without looking at the clock.
     if not study.has_time(answers_of_a_round(sum(map(len, prompts.values()))) * study.usual_seconds()):
         return False
@@ -185,12 +189,3 @@ def search_best(study: Study) -> bool:
     except OutOfTime:
         return False
     return len(report.trials) >= study.size.trials and report.rounds >= ROUNDS
-
-
-def search_is_finished(study: Study, prompts: Mapping[str, Sequence[str]]) -> bool:
-    """Whether it need not be opened: its circumstances are those of the items."""
-    report = report_in(study.folder)
-    if len(report["trials"]) < study.size.trials or report["rounds"] < ROUNDS:
-        return False
-    known, asked = report["configuration"], asked_for(prompts, study.size.new_tokens, study.seed)
-    return bool(known == known | {name: value for name, value in study.here.items() if name in known} | asked)
