@@ -27,7 +27,7 @@ FINGERPRINT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens of the target behind a prompt, as keyed decoding with this seed gives them."""
+    """The target's answer to a prompt: the tokens of keyed decoding with this seed."""
 
     prompt: list[int]
     tokens: list[int]  # a final stop token included
@@ -88,7 +88,7 @@ class TargetAnswers:
         return [Answer(prompt, tokens, temperature, self.seed + row) for row, (prompt, tokens) in enumerate(rows)]
 
     def _noise(self, rows: int) -> Callable[[int, int], Tensor]:
-        """The noise with which keyed decoding would choose: a draft that knows it can foresee sampled tokens."""
+        """The noise of keyed decoding: a draft that shares it can predict sampled tokens."""
         noises = [KeyedNoise(self.seed + row) for row in range(rows)]
 
         def gumbel(row: int, position: int) -> Tensor:
@@ -98,7 +98,7 @@ class TargetAnswers:
         return gumbel
 
     def _key(self, prompts: list[list[int]], temperature: float) -> str:
-        """Known by what was asked, and by what the target says: names, dates and sizes of files tell less."""
+        """A digest of the question and of the target's logits: names and dates of files do not identify weights."""
         ids = torch.tensor([prompts[0][:FINGERPRINT_TOKENS]], device=self.device)
         with Loan(self.target):
             said = self.target(input_ids=ids).logits[0, -1].float().cpu().numpy().tobytes()

@@ -95,7 +95,6 @@ class Row:
 
     @classmethod
     def mean(cls, rows: Sequence[Row]) -> Row:
-        """Every task counts the same."""
         return cls(
             reporting.MEAN,
             rows[0].temperature,
@@ -157,7 +156,6 @@ class DraftReport:
                 yield Table(title, header, [row.cells for row in shown(rows)])
 
     def structures_table(self) -> Table:
-        """What each structure costs, and what it gives."""
         means = [self.selected(temperature, "all")[-1] for temperature in self.temperatures]
         header, lines = ["structure"], {name: [name] for name in means[0].structures}
         for row in means:
@@ -228,7 +226,7 @@ def heat(temperature: float) -> str:
 
 
 def shown(rows: list[Row]) -> list[Row]:
-    """Tasks and their mean; of a single task, no mean."""
+    """Tasks and their mean; a single task is shown without a mean."""
     return rows[:1] if len(rows) == 2 else rows
 
 

@@ -26,7 +26,7 @@ SIGMA = 0.02  # of random weights, as in a new Llama: nothing overflows, not eve
 
 @dataclass(frozen=True)
 class Shape:
-    """The measures of a Llama, under the names that `LlamaConfig` has for them."""
+    """The sizes of a Llama, named as in `LlamaConfig`."""
 
     hidden_size: int
     intermediate_size: int
@@ -119,7 +119,7 @@ class Fit:
 
 
 def fitted(model: Any, shape: Shape) -> Fit:
-    """How the model goes into the shape, or a refusal."""
+    """How the model goes into the shape; raises UsageError where it does not."""
     check_family(model)
     config = model.config
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
@@ -247,5 +247,5 @@ def heads_of(attention: Any, name: str) -> Tensor:
 
 
 def put(module: Any, weight: Tensor) -> None:
-    """Into the first rows and columns."""
+    """Write into the first rows and columns."""
     module.weight[tuple(map(slice, weight.shape))] = weight

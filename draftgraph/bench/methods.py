@@ -49,17 +49,17 @@ NO_REASON = "initialization failed"  # of its engine or worker: they have logged
 
 
 class MethodFailed(Exception):
-    """A method of another library that cannot answer: the reason, in one line."""
+    """Why a method of another library cannot answer, in one line."""
 
 
 class Method:
-    """A mode of this library: whatever it raises is an error of ours."""
+    """A mode of this library: its errors are not caught."""
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
         self.name, self.watch = name, watch
 
     def warm_up(self, prompt: str) -> Record:
-        """Whatever happens only once, on the longest prompt."""
+        """Do all one-time work, on the longest prompt."""
         return self.watch.warm_up(self.name, prompt)
 
     def run(self, prompt: str, plain: Sequence[int] | None) -> Record:
@@ -67,7 +67,7 @@ class Method:
         return self.watch.run(self.name, prompt, plain)
 
     def close(self) -> None:
-        """Gives back what is held."""
+        """Free processes and memory."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Answer:
 
     @property
     def ms_per_token(self) -> float:
-        """Prefill apart; an answer that came at once is timed whole."""
+        """Without prefill; an answer that arrived at once is timed whole."""
         if len(self.tokens) > self.first:
             return 1000 * self.seconds / (len(self.tokens) - self.first)
         return 1000 * self.first_seconds / max(len(self.tokens), 1)
 
 
 class Peer(Method, ABC):
-    """A method of another library, timed as ours are. It may refuse a pair: what it says is a result as well."""
+    """A method of another library, timed as ours are. It may refuse a pair: its error message is a result as well."""
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
         super().__init__(name, watch)
@@ -97,7 +97,7 @@ class Peer(Method, ABC):
 
     @abstractmethod
     def prepare(self, prompt: str) -> Record:
-        """Loads and starts what it needs for prompts up to this one; tells what that is."""
+        """Load and start what is needed for prompts of this length at most; return the name of the library."""
 
     @abstractmethod
     def answer(self, prompt: str) -> Answer: ...
@@ -128,7 +128,6 @@ class Peer(Method, ABC):
         }
 
     def taken(self) -> Record:
-        """Memory and energy."""
         return self.watch.meters.read()
 
     def ids(self, prompt: str) -> list[int]:
@@ -137,7 +136,7 @@ class Peer(Method, ABC):
 
 @contextmanager
 def failing() -> Iterator[None]:
-    """Other libraries have errors of every kind."""
+    """Turn any error of another library into MethodFailed."""
     try:
         yield
     except MethodFailed:
@@ -177,7 +176,7 @@ class Exports:
 
     @cached_property
     def assistant(self) -> Any:
-        """The draft as `generate` takes it: itself, where it writes every token."""
+        """The draft as `generate` takes it: the draft itself, unless it borrows matrices of the target."""
         draft = self._draft()
         if not self._borrows:
             return draft
@@ -208,7 +207,7 @@ class Exports:
 
 
 class Timer:
-    """A streamer that notes when tokens come."""
+    """A streamer that records when tokens arrive."""
 
     def __init__(self) -> None:
         self.arrivals: list[tuple[float, int]] = []
@@ -299,7 +298,7 @@ class Vllm(Peer):
         return {"library": f"vllm {self._worker.ask(options)['version']}"}
 
     def options(self, longest: int) -> Record:
-        """Arguments of `vllm.LLM` for prompts of so many tokens at most, one at a time."""
+        """Arguments of `vllm.LLM` for one prompt at a time, with `longest` tokens at most."""
         target = self.pair.target
         length = longest + self.arguments["max_new_tokens"] + ROOM
         options: Record = {"gpu_memory_utilization": self._gpu_share} if self._on_cuda else {}
@@ -328,7 +327,7 @@ class Vllm(Peer):
         return Answer(given["tokens"], 1, given["first_seconds"], given["seconds"])
 
     def taken(self) -> Record:
-        """The device counts whoever uses it; what is known of memory is that of this process."""
+        """Energy is counted for the whole device, memory only for this process, in which vLLM does not run."""
         return {name: value for name, value in super().taken().items() if name == "joules"}
 
     def close(self) -> None:
@@ -357,7 +356,7 @@ class Worker:
             raise MethodFailed(f"{python} cannot be run: {error.strerror or error}") from error
 
     def ask(self, question: Record) -> Record:
-        """The answer to one line; a worker that is silent for too long is ended."""
+        """Send one line and return its answer; a worker that takes too long is killed."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         line, timer = "", threading.Timer(PATIENCE, self._send, [signal.SIGKILL])
@@ -379,14 +378,14 @@ class Worker:
         return answer
 
     def _reason(self, said: str) -> str:
-        """What was said, or the last error in the log where that says more."""
+        """The message, or the last error in the log where that is more specific."""
         logged = ERROR.findall(self._log.read_text(errors="replace")) if self._log.exists() else []
         causes = [line for line in logged if NO_REASON not in line]
         vague = NO_REASON in said or "Error: " not in said
         return (causes[-1] if vague and causes else said).strip().splitlines()[0][:240]
 
     def close(self) -> None:
-        """Lets it end, and what it started."""
+        """Close its input and wait for it to end; kill it after 30 seconds."""
         process = self._process
         self._send(signal.SIGCONT)
         assert process.stdin is not None and process.stdout is not None
@@ -400,7 +399,7 @@ class Worker:
         process.stdout.close()
 
     def _send(self, kind: signal.Signals) -> None:
-        """To it and all that it started; nothing to those that have ended."""
+        """To the worker and its child processes, if they still run."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, kind)
 
@@ -419,7 +418,8 @@ def sampling_of(request: Request, arguments: Any) -> Record:
 
 
 def same_gpu(device: torch.device) -> dict[str, str]:
-    """The same GPU. On a CPU it binds threads to cores by itself: kept from that, `ngram` took five times as long."""
+    """The environment that selects this GPU. On a CPU vLLM binds threads to cores by itself: without that, `ngram`
+    took five times as long."""
     if device.type != "cuda":
         return {}
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -185,7 +185,7 @@ def segment(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 
 def nice(value: float) -> float:
-    """The next number up that divides into four well.
+    """The next larger number that divides well into four.
 
     >>> nice(3.1), nice(0.9), nice(17)
     (4.0, 1.0, 20.0)
@@ -196,7 +196,7 @@ def nice(value: float) -> float:
 
 @dataclass(frozen=True)
 class Section:
-    """A question, its answer in a sentence or two, and what they go by."""
+    """A heading, a short text, and the charts and tables behind it."""
 
     title: str
     text: str = ""
@@ -208,7 +208,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """What one folder of measurements says."""
+    """The part of a page that shows one folder of measurements."""
 
     title: str
     facts: dict[str, str]  # the machine, the versions, the settings
@@ -223,7 +223,7 @@ class Part:
 
 
 def page(parts: Sequence[Part]) -> str:
-    """Everything in one file: no other file and no network needed."""
+    """One file that needs no other file and no network."""
     return template().render(
         parts=parts,
         title="; ".join(part.title for part in parts),
@@ -354,7 +354,6 @@ def sections(report: SpeedReport) -> Iterator[Section]:
 
 
 def speed_chart(report: SpeedReport, task: str) -> Markup:
-    """Whiskers are 95% intervals."""
     rows = []
     for mode in report.modes:
         if mode.mode != PLAIN and task in mode.by_task:

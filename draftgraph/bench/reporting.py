@@ -62,7 +62,7 @@ def percent(share: float | None) -> str:
 
 
 def same_of(same: int | None, answers: int, ties: int) -> str:
-    """Answers with the tokens of plain decoding; None: no claim."""
+    """How many answers have the tokens of plain decoding; None: not compared."""
     return ("" if same is None else f"{same} of {answers}") + (f" ({ties} ties)" if ties else "")
 
 
@@ -76,7 +76,7 @@ def write_files(folder: Path, contents: Mapping[str, str | dict[str, Any]]) -> N
 
 
 def need_matplotlib() -> None:
-    """Before any work: without it nothing could be drawn at the end."""
+    """Called before any work, so that a missing package is found at the start."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

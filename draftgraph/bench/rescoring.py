@@ -47,7 +47,6 @@ def rescored(decoding: Decoding, tokens: Sequence[int] | None = None) -> Gaps:
 
 
 def gap_of(decoding: Decoding, logits: Tensor, token: int, prefix: Prefix) -> Gaps:
-    """Of one token, behind this text."""
     raw, processed = process(decoding.request.processors, logits, prefix)
     noise = torch.zeros_like(raw[0], dtype=torch.float64)
     if decoding.noise is not None:
@@ -92,8 +91,8 @@ def float32_logits(model: Any, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 class InFloat32(TorchFunctionMode):
-    """While entered: half precision does not exist. Each operation is given its weights in float32 as it needs them, so
-    that there is never a second copy of a model, and nothing of the model is changed."""
+    """While entered, tensors in half precision are read as float32. Each operation is given its weights in float32 as
+    it needs them, so that there is never a second copy of a model, and nothing of the model is changed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", None) == "__get__":  # a weight is not converted to be asked for its shape

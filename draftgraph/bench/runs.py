@@ -21,7 +21,7 @@ Record = dict[str, Any]  # its "kind": configuration (the first one), session, w
 
 @dataclass
 class Deadline:
-    """Nothing is begun that would not be done in time, if it takes as long as the slowest so far."""
+    """A time limit: nothing is begun that would exceed it if it took as long as the slowest so far."""
 
     seconds: float | None
 
@@ -46,7 +46,7 @@ class Deadline:
 
 
 class Place(NamedTuple):
-    """One measurement among all."""
+    """Which measurement: the key of a run."""
 
     task: str
     prompt: int
@@ -72,7 +72,7 @@ def all_places(tasks: Mapping[str, Sequence[str]], modes: Sequence[str], repeats
 
 
 def read_records(folder: Path) -> list[Record]:
-    """What a folder holds, the configuration first."""
+    """The records of a folder, the configuration first."""
     file = folder / FILE
     try:
         records = records_in(file)
@@ -92,12 +92,12 @@ def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
 
 
 def last_session(records: Sequence[Record]) -> int:
-    """Where the last call begins."""
+    """The index of the record with which the last call began."""
     return max((place for place, record in enumerate(records) if record["kind"] == "session"), default=0)
 
 
 def can_be_rescored(run: Record) -> bool:
-    """Answers are kept of first runs alone; what another library has sampled is not ours to judge."""
+    """Only first runs keep their tokens; sampled answers of other libraries are not compared."""
     return "tokens" in run and run["same"] is not None
 
 
@@ -121,7 +121,7 @@ class Runs:
             self.append("configuration", configuration)
 
     def append(self, kind: str, record: Record) -> None:
-        """On disk when this returns."""
+        """Write a record; it is on disk when this returns."""
         self.records.append({"kind": kind} | record)
         self._stream.write(json.dumps(self.records[-1]).encode() + b"\n")
         self._stream.flush()
@@ -153,7 +153,7 @@ class Runs:
 
 
 def whole_lines(content: bytes) -> bytes:
-    """Without a last line that was being written when its run was killed."""
+    """The content without an incomplete last line, which a killed run leaves."""
     return content[: content.rfind(b"\n") + 1]
 
 

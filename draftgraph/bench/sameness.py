@@ -34,7 +34,7 @@ def first_difference(answers: Sequence[Sequence[int]]) -> int | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that another answer has not."""
+    """Where two answers first differ."""
 
     place: int
     rounding_steps: float | None  # from the target's best score there to the lower of both tokens'; None: one has ended
@@ -46,7 +46,7 @@ class Difference:
 
 
 def difference(decoding: Decoding, plain: Sequence[int], new: Sequence[int] | None = None) -> Difference | None:
-    """Between the tokens of plain decoding and what a decoding has produced, or another answer to its prompt."""
+    """Compares the tokens of plain decoding with those of a decoding, or with another answer to its prompt."""
     new = decoding.new_tokens if new is None else new
     place = first_difference([plain, new])
     if place is None:

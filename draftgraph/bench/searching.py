@@ -73,7 +73,7 @@ Setting = dict[str, Any]
 
 
 class OutOfTime(DraftGraphError):
-    """Not a single trial was done."""
+    """Time was up before the first trial was done."""
 
 
 class Limit(Deadline):
@@ -97,7 +97,7 @@ class Limit(Deadline):
 
 @dataclass
 class Rounds:
-    """A comparison on its way: these settings and `auto` in turns, all prompts in every round."""
+    """The final comparison: these settings and `auto` in turns, all prompts in every round."""
 
     settings: dict[str, Setting]  # by trial
     runs: list[list[Record]] = field(default_factory=list)  # by round
@@ -119,7 +119,7 @@ class Turns:
         self._plain: dict[str, list[int]] = {}
 
     def warm_up(self) -> None:
-        """Whatever happens only once, in every mode that was named so far; `auto` keeps the prices of now."""
+        """Do all one-time work in every mode so far; `auto` keeps the prices that are measured now."""
         longest = longest_of(self._watch.pair, self.tasks)
         for mode in self.modes:
             self._watch.warm_up(mode, longest)
@@ -194,7 +194,7 @@ def asked_for(tasks: Mapping[str, Sequence[str]], max_new_tokens: int, seed: int
 
 
 def try_settings(study: Study, turns: Turns, trials: int, limit: Limit, reserved: int) -> None:
-    """Until so many are done, or time is left only for the answers that it is reserved for."""
+    """Until `trials` are done, or only the time for the `reserved` answers is left."""
     with progress_bar(f"{trials} trials") as report:
         while (done := len(finished(study))) < trials:
             report(done / trials)
@@ -238,7 +238,7 @@ def rounds_of(study: Study) -> Rounds:
 
 
 def answers_of_a_round(prompts: int) -> int:
-    """At most: the finalists, the paper's setting, `auto` and plain decoding."""
+    """At most the finalists, the paper's setting, `auto` and plain decoding, on every prompt."""
     return (FINALISTS + 3) * prompts
 
 
@@ -286,7 +286,6 @@ def trial_named(trial: FrozenTrial) -> str:
 
 
 def need_optuna() -> None:
-    """Before any work."""
     try:
         import optuna  # noqa: F401
     except ImportError as error:
@@ -295,7 +294,7 @@ def need_optuna() -> None:
 
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
-    """Without a line for every trial."""
+    """Silence the line that Optuna logs for every trial."""
     import optuna
 
     verbosity = optuna.logging.get_verbosity()
@@ -322,7 +321,7 @@ def space() -> dict[str, BaseDistribution]:
 
 
 def setting_of(trial: FrozenTrial | Trial) -> Setting:
-    """Without the rounding errors of steps."""
+    """The values of a trial, rounded: steps of floats add up errors."""
     values = {name: round(value, 2) if isinstance(value, float) else value for name, value in trial.params.items()}
     return {"mode": "graph"} | values
 
@@ -374,7 +373,7 @@ def finished(study: Study) -> list[FrozenTrial]:
 
 
 def complete(study: Study) -> list[FrozenTrial]:
-    """Best first."""
+    """Complete trials, best first."""
     return sorted(trials_of(study, "COMPLETE"), key=lambda trial: trial.value or 0.0, reverse=True)
 
 
@@ -446,7 +445,7 @@ class SearchReport:
 
     @property
     def best(self) -> Tried:
-        """Of the fixed settings."""
+        """The fastest of the fixed settings."""
         return max((one for one in self.compared if one.name != "auto"), key=lambda one: one.outcome.speed.ratio)
 
     @property

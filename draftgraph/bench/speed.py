@@ -155,7 +155,7 @@ def measure_all(
 
 
 def longest_of(pair: Pair, tasks: Mapping[str, Sequence[str]]) -> str:
-    """The prompt to warm up with: nothing outgrows its cache."""
+    """The longest prompt: after a warm-up with it no cache has to grow."""
     prompts = (prompt for of_task in tasks.values() for prompt in of_task)
     return max(prompts, key=lambda prompt: len(encode(pair.tokenizer, prompt)))
 
@@ -197,7 +197,7 @@ def refuse_unreadable(pair: Pair, tasks: Mapping[str, Sequence[str]], max_new_to
 
 
 def surroundings(pair: Pair) -> Record:
-    """What measurements must have in common to stand beside each other."""
+    """What must be the same for measurements to be comparable."""
     engine = pair.decoder.target_engine
     return {
         "device": device_name(engine.device),
@@ -213,7 +213,7 @@ def surroundings(pair: Pair) -> Record:
 
 
 def pair_key(pair: Pair) -> Record:
-    """What a setting is found for: this pair, here."""
+    """What a setting was found for: the pair and the machine."""
     return {"target": name_of(pair.target), "draft": pair.draft and name_of(pair.draft)} | surroundings(pair)
 
 

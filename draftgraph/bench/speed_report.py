@@ -122,7 +122,7 @@ def noise_of(repeats: Sequence[Sequence[float]]) -> float | None:
 
 
 def label_of(shape: str | None) -> str | None:
-    """What every figure of an inflated target must say.
+    """The label of every figure of an inflated target.
 
     >>> label_of("llama-2-7b")
     '7B-cost, inflated'
@@ -172,7 +172,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, runs: Sequence[Record]) -> Acceptance | None:
-        """None: nothing was accepted, or nothing is told."""
+        """None where nothing was accepted, or where the runs do not say."""
         told = [run for run in runs if "checked_by_source" in run]
         proposed, accepted = (total_by_source(told, f"{what}_by_source") for what in ("checked", "accepted"))
         if not sum(accepted.values()):
@@ -207,7 +207,7 @@ class ModeFigures:
 
     @property
     def by_task(self) -> dict[str, Figures]:
-        """The mean of all among them."""
+        """The figures of every task and their mean."""
         return {figures.task: figures for figures in (*self.tasks, self.overall)}
 
 
@@ -251,7 +251,7 @@ class SpeedReport:
 
     @property
     def label(self) -> Any:
-        """That every figure must bear; None: the target is not inflated."""
+        """Shown beside every figure of an inflated target; None: not inflated."""
         return self.configuration.get("inflated")
 
     @property
@@ -269,7 +269,7 @@ class SpeedReport:
         return next(figures for figures in self.modes if figures.mode == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """But for the examples, which are pictures."""
+        """Without the examples, which are pictures."""
         return {name: value for name, value in asdict(self).items() if name != "examples"}
 
     def to_markdown(self, plot: str | None = None) -> str:
@@ -278,7 +278,6 @@ class SpeedReport:
         return reporting.document(lead, tables(self), plot, "Speed by mode and task")
 
     def to_part(self) -> Part:
-        """Of a page."""
         from draftgraph.bench.page import speed_part
 
         return speed_part(self)
@@ -382,7 +381,7 @@ def mean_of(tasks: Sequence[Figures], speed: Speed, noise: float | None) -> Figu
 
 
 def per(runs: Sequence[Record], figure: str, unit: str) -> float | None:
-    """A sum over a sum, of runs that tell both."""
+    """A sum over a sum, of the runs that have both."""
     told = [run for run in runs if figure in run and unit in run]
     return sum(run[figure] for run in told) / sum(run[unit] for run in told) if told else None
 
@@ -459,7 +458,7 @@ def generation_errors(report: SpeedReport) -> Diagnosis:
 
 
 def tables(report: SpeedReport) -> list[Table]:
-    """Without those that have nothing to tell."""
+    """All tables that have rows."""
     signs = [[one.signature, one.line] for one in diagnoses(report)]
     scores, failures = scores_table(report.scores), Table("Signs of failure", ["sign", reporting.REASON], signs)
     proposals = [sources_table(report), scores, acceptance_table(report), missed_table(report), rescored_table(report)]

@@ -25,7 +25,7 @@ from draftgraph.tuning.latency import MeasuredCost
 
 
 class Meters:
-    """Of the device that a target stands on; made before its engines, so that weights are told from the rest."""
+    """Memory and energy of a target's device. Made before its engines, to tell weights from other memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,7 +41,7 @@ class Meters:
             self._millijoules = self._energy()
 
     def wait(self) -> None:
-        """Until the device has done all that it was told."""
+        """Until the device is idle."""
         if self._weights is not None:
             torch.cuda.synchronize(self.device)
 
@@ -59,7 +59,7 @@ class Meters:
 
 
 def peak_resident_bytes() -> int | None:
-    """Of this process; None where the system does not tell."""
+    """The peak size of this process; None where the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -102,7 +102,7 @@ class Stopwatch:
         self.engines_took = time.perf_counter() - start
 
     def warm_up(self, mode: str, prompt: str) -> Record:
-        """Whatever happens only once: prices are measured, kernels compiled, passes of every width captured."""
+        """Do all one-time work: prices are measured, kernels compiled, passes of every width captured."""
         self.meters.begin()
         start = time.perf_counter()
         decoding = self._start(mode, prompt)
@@ -163,11 +163,10 @@ class Stopwatch:
         return told(tokens, difference(self._start(PLAIN, prompt), plain, tokens) if tokens != plain else None)
 
     def rescore(self, prompt: str, tokens: Sequence[int]) -> Gaps:
-        """Of an answer that was given before."""
         return rescored(self._start(PLAIN, prompt), tokens)
 
     def _example(self, mode: str, steps: Sequence[Step]) -> Record:
-        """The step that accepted the most, to look at."""
+        """The step that accepted the most, for the page."""
         fullest = max(steps, key=lambda step: len(step.path), default=None)
         if fullest is None or len(fullest.tree) == 1:
             return {}

@@ -25,7 +25,7 @@ MODES = ("off", "chain-4", "chain-8", "tree", "graph", "auto")  # that are timed
 
 
 def chosen(names: Sequence[str]) -> dict[str, GraphConfig]:
-    """The structures of these names; of none: all."""
+    """The structures with these names; all if none is named."""
     for name in names:
         if name not in STRUCTURES:
             raise UsageError(f"there is no structure {name}: choose of {', '.join(STRUCTURES)}")
@@ -71,7 +71,7 @@ def setting_named(word: str) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class Suite:
-    """Prompts are those of each task, the first ones."""
+    """How much is measured; prompts are the first ones of each task."""
 
     prompts: int
     new_tokens: int
@@ -79,7 +79,7 @@ class Suite:
     modes: Sequence[str]
 
     def changed(self, **given: Any) -> Suite:
-        """With what was given; None: not given."""
+        """Replaces the values that are not None."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -54,7 +54,7 @@ class TaskPrompt(str):
 
 
 def read_prompts(file: Path) -> Iterator[TaskPrompt]:
-    """Prompt by prompt, so that nothing behind the last one that is wanted must be right."""
+    """Read lazily: rows behind the last one that is wanted are not checked."""
     try:
         with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
@@ -279,7 +279,7 @@ def to_score(tokenizer: Any, prompt: str, tokens: list[int]) -> Record:
 
 
 def known_of(prompt: str) -> Record:
-    """What a prompt tells of a good answer."""
+    """The reference and the kind of a prompt, if it has them."""
     return {"reference": getattr(prompt, "reference", None), "task_kind": getattr(prompt, "kind", None)}
 
 

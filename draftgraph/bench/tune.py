@@ -24,7 +24,7 @@ HITS = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 @dataclass(frozen=True)
 class Choice:
-    """One step, as it is expected to go."""
+    """The expected outcome of one step."""
 
     hit: float  # how often the draft's best token is the target's
     levels: int
@@ -47,7 +47,7 @@ class SureProposer:
     def begin(self, text: list[int]) -> None: ...
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
-        """Tokens that stand nowhere else."""
+        """Children with tokens that occur nowhere else."""
         shape = (len(frontier), len(self._chances))
         tokens = self._token + 1 + np.arange(shape[0] * shape[1]).reshape(shape)
         self._token = int(tokens.max())

@@ -68,7 +68,7 @@ class Sameness:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one mode."""
+    """Sums over the answers of one mode."""
 
     tokens: int  # of all answers
     passes: int  # of the target
@@ -115,7 +115,6 @@ class Measured:
     sameness: Sameness
 
     def speed(self, mode: str) -> float:
-        """Times as fast as plain decoding."""
         return self.report.mode(mode).overall.speed.ratio
 
     def shown(self, mode: str, task: str = ALL) -> str:
@@ -130,7 +129,7 @@ class Measured:
 
 
 def measured(folder: Path) -> Measured | None:
-    """None: not all of it is done."""
+    """The measurements of an item; None while it is not complete."""
     if not (folder / FILE).exists():
         return None
     records = records_in(folder / FILE)
@@ -356,14 +355,14 @@ def millions(weights: int) -> str:
 
 
 def report_in(folder: Path) -> dict[str, Any]:
-    """What `SearchReport.to_dict` gave, if it was called so far."""
+    """The content of search.json, or an empty report."""
     file = folder / SEARCH / "search.json"
     nothing: dict[str, Any] = {"trials": [], "rounds": 0}
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else nothing
 
 
 def best_setting(name: str, folder: Path) -> Finding | None:
-    """None: the search is not done. Where it cannot be done, that is the answer."""
+    """None while the search is not complete; without Optuna, a finding that says so."""
     report = report_in(folder)
     if report["rounds"] >= ROUNDS:
         return best_setting_in(name, report)
@@ -519,7 +518,7 @@ def accuracy(name: str, found: Sequence[Record]) -> Finding | None:
 
 
 def by_setting(found: Sequence[Record]) -> dict[str, list[Record]]:
-    """A study that was stopped has answered its last prompt at some settings only: that one is left out."""
+    """Without the last prompt of a stopped study, which was not answered at every setting."""
     answers = Counter((record["task"], record["prompt"]) for record in found)
     whole = [record for record in found if answers[record["task"], record["prompt"]] == len(SETTINGS)]
     return grouped(whole, "setting")
@@ -534,7 +533,7 @@ def is_same(record: Record) -> bool:
 
 
 def is_changed(record: Record) -> bool:
-    """Ties apart: in half precision passes of other shapes round differently."""
+    """Differences at ties do not count: in half precision passes of other shapes round differently."""
     return not is_same(record) and not record.get("tie")
 
 

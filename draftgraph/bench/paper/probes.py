@@ -55,7 +55,7 @@ class Probe(NamedTuple):
 def look_into_answers(
     pair: Pair, tasks: Mapping[str, Sequence[str]], folder: Path, size: Size, seed: int, deadline: Deadline
 ) -> bool:
-    """Whether all are done. Nothing is timed, so a pair needs no inflation."""
+    """Returns whether all are done. Nothing is timed, so the pair is not inflated."""
     looks, key = Looks(pair, tasks, size, seed), pair_key(pair) | {"seed": seed}
     lengths = {"new_tokens": size.new_tokens, "long_tokens": size.long_tokens}
     return look_into(folder / PROBES, key | lengths, wanted_probes(tasks, size), looks, deadline) and look_into(
@@ -184,13 +184,13 @@ class Looks:
 
 
 def probed(folder: Path, kind: str) -> list[Record]:
-    """What was found, if anything was looked for."""
+    """The records of one kind that were found so far."""
     files = [folder / place / FILE for place in (PROBES, ACCURACY)]
     return [record for file in files if file.exists() for record in of_kind(records_in(file), kind)]
 
 
 def answered(pair: Pair, prompt: str, mode: str, arguments: dict[str, Any]) -> Decoding:
-    """A decoding that has come to its end."""
+    """A finished decoding."""
     decoding = pair.start(prompt, config=mode_named(mode), **arguments)
     for _ in decoding:
         pass
@@ -216,7 +216,7 @@ def wrong_masks(engine: Engine, share: float, seed: int = 0) -> Iterator[None]:
 
 
 def with_strangers(visible: Bools, share: float, random: np.random.Generator) -> Bools:
-    """Rows [nodes, slots] in which some see one earlier slot more."""
+    """A copy of the mask [nodes, slots] in which some rows see one more earlier slot."""
     changed, before = visible.copy(), visible.shape[1] - visible.shape[0]
     for row in np.flatnonzero(random.random(len(visible)) < share):
         strangers = np.flatnonzero(~visible[row, : before + row])

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def findings_in(folder: Path) -> Iterator[Finding]:
-    """Of all that has been measured so far."""
     for name, item, of_item in TIMED:
         if (known := measured(folder / item)) is not None:
             yield of_item(name, known)
@@ -66,7 +65,7 @@ class PaperReport:
 
     @classmethod
     def of(cls, folder: Path) -> PaperReport | None:
-        """None: no item is finished yet."""
+        """None while no item is finished."""
         known = next((one for item in ITEMS if (one := measured(folder / item.name)) is not None), None)
         if known is None:
             return None
@@ -87,7 +86,6 @@ class PaperReport:
         return "\n\n".join(parts) + "\n"
 
     def to_part(self) -> Part:
-        """Of a page."""
         from draftgraph.bench.page import paper_part
 
         return paper_part(self)

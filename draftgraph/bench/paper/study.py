@@ -38,7 +38,7 @@ def bench_paper(
     seconds: float | None = None,
     names: Mapping[str, str | None] | None = None,
 ) -> bool:
-    """Measures what is missing in `out`, until it is done or `seconds` are over: whether it is done.
+    """Measures what is missing in `out`, for `seconds` at most; returns whether the study is complete.
 
     `drafts` are further draft models by name, to be compared by their size.
 
@@ -75,7 +75,7 @@ class Study:
     _large: tuple[tuple[Any, Any], Pair] | None = None
 
     def times(self, item: Item, pair: Pair | None = None, names: Mapping[str, str | None] | None = None) -> bool:
-        """Whether all of it is measured."""
+        """Times an item; returns whether all of it is measured."""
         pair, names = pair or self.pair, dict(self.names) | dict(names or {})
         prompts = item.prompts_of(self.tasks, self.size.prompts)
         repeats = self.size.repeats if item.name == "main" else 1
@@ -120,12 +120,12 @@ class Study:
         return same and asked <= known and not answers_to_rescore(records)
 
     def has_time(self, seconds: float = LEAST) -> bool:
-        """For something that takes so long. What takes most of any call is begun early in one."""
+        """Whether there is time for work that takes so long; long work is begun in the first half of a call."""
         left, given = self.deadline.left, self.deadline.seconds
         return left is None or given is None or left >= max(LEAST, min(seconds, given / 2))
 
     def usual_seconds(self) -> float:
-        """Of an answer in the main item, so far."""
+        """The median time of an answer in the main item."""
         file = self.folder / "main" / FILE
         runs = of_kind(records_in(file), "run") if file.exists() else []
         return median(run["first_token_seconds"] + run["seconds"] for run in runs) if runs else 0.0
@@ -139,7 +139,7 @@ class Study:
 
 
 def compare_drafts(study: Study, others: Mapping[str, Any]) -> bool:
-    """Whether all are measured."""
+    """Times every draft; returns whether all are measured."""
     pair = study.pair
     drafts = {items.NO_DRAFT: None, items.PAIRS_DRAFT: pair.draft, items.TARGET_ITSELF: pair.target} | dict(others)
     if pair.draft is pair.target:
@@ -158,7 +158,7 @@ def compare_drafts(study: Study, others: Mapping[str, Any]) -> bool:
 
 
 def search_best(study: Study) -> bool:
-    """Whether it is done, or cannot be: without Optuna the study goes on with the rest."""
+    """Returns whether the search is complete; without Optuna it is left out."""
     try:
         need_optuna()
     except UsageError as error:
