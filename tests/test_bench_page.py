@@ -16,9 +16,8 @@ from test_bench_report import TASKS, made_up, of_a_peer, report_of
 from test_inspect import no_errors
 
 from draftgraph.bench.page import Bar, Part, Section, bars, lines, nice, page, paper_part, stacks
-from draftgraph.bench.paper.findings import COUNTS, Finding
+from draftgraph.bench.paper.findings import COUNTS, Finding, PaperReport
 from draftgraph.bench.paper.items import grid_modes
-from draftgraph.bench.paper.report import PaperReport
 from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import Record
 from draftgraph.bench.speed import bench_run

@@ -21,10 +21,9 @@ from draftgraph.bench import inflation, searching
 from draftgraph.bench.inflation import Shape
 from draftgraph.bench.paper import findings, items, probes
 from draftgraph.bench.paper import study as study_module
-from draftgraph.bench.paper.findings import Finding, Sameness, known_sizes, measured
+from draftgraph.bench.paper.findings import Finding, PaperReport, Sameness, known_sizes, measured
 from draftgraph.bench.paper.items import CHAINS, ITEMS, SIZES, Item, Size, grid_modes
 from draftgraph.bench.paper.probes import Looks, probed, scored_probes
-from draftgraph.bench.paper.report import PaperReport
 from draftgraph.bench.paper.study import Study, bench_paper
 from draftgraph.bench.runs import FILE, Deadline, Record, read_records
 from draftgraph.bench.structures import mode_named
@@ -227,7 +226,7 @@ def test_the_best_are_compared_when_all_trials_are_done(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = iter([True, False])
-    monkeypatch.setattr(searching.Limit, "allows", lambda *_: next(allowed))
+    monkeypatch.setattr(searching.Deadline, "allows", lambda *_: next(allowed))
     arguments: dict[str, Any] = {"trials": 2, "max_new_tokens": 6, "compare_early": False}
     first = searching.search(pair, {"gsm8k": ["a cat"]}, tmp_path, **arguments)
     assert (len(first.trials), first.rounds) == (1, 0) and findings.best_setting("question-3", tmp_path) is None

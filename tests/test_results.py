@@ -12,7 +12,7 @@ import pytest
 from bench_tools import pair_in
 from conftest import REPOSITORY
 
-from draftgraph.bench.paper.report import COMPARED, PROBED, TIMED, PaperReport
+from draftgraph.bench.paper.findings import COMPARED, PROBED, TIMED, PaperReport
 from draftgraph.bench.runs import FILE, Record, records_in
 from draftgraph.bench.speed import bench_run
 from draftgraph.bench.speed_report import SpeedReport

@@ -13,9 +13,9 @@ from bench_tools import pair_in, write_tasks
 from cli_tools import PROMPT, Runner, refused
 
 from draftgraph import GraphConfig, UsageError
-from draftgraph.bench import searching
-from draftgraph.bench.runs import Record
-from draftgraph.bench.searching import ROUNDS, Limit, Outcome, SearchReport, search
+from draftgraph.bench import runs, searching
+from draftgraph.bench.runs import Deadline, Record
+from draftgraph.bench.searching import ROUNDS, Outcome, SearchReport, search
 from draftgraph.bench.speed import pair_key
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.pair import Pair, load
@@ -184,9 +184,9 @@ def test_a_target_alone_is_searched_too(pair, tmp_path):
 
 def test_nothing_is_begun_that_would_not_be_done_in_time(pair, tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(searching.time, "monotonic", lambda: now[0])
-    limit = Limit(100.0)
-    assert limit.allows(1000) and Limit(None).allows(1000)
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    limit = Deadline(100.0)
+    assert limit.allows(1000) and Deadline(None).allows(1000)
     with limit.watch(4):
         now[0] += 20.0
     assert limit.allows(10) and not limit.allows(11)  # half as long again
@@ -240,7 +240,7 @@ def test_the_command_shows_tables_and_its_profile_is_used(run, folder, data, tmp
         for words in (["--profile", tmp_path / "new" / "best.toml"], typed)
     ]
     assert answers[0]["stats"]["verified_tokens"] == answers[1]["stats"]["verified_tokens"]
-    monkeypatch.setattr(Limit, "allows", lambda *_: False)
+    monkeypatch.setattr(Deadline, "allows", lambda *_: False)
     done = run(*options[:-2], "--trials", 3, "--seconds", 1)
     assert done.status == 0 and "2 of 3 trials" in done.err
 

@@ -16,9 +16,8 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from draftgraph.bench import speed_report
-from draftgraph.bench.paper.findings import Finding
+from draftgraph.bench.paper.findings import VERDICTS, Finding, PaperReport
 from draftgraph.bench.paper.items import GRID, PAPER_POINT
-from draftgraph.bench.paper.report import VERDICTS, PaperReport
 from draftgraph.bench.reporting import REASON, Table, shown_settings
 from draftgraph.bench.runs import PLAIN, Record
 from draftgraph.bench.speed_report import ALL, SpeedReport

@@ -10,24 +10,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from draftgraph.errors import UsageError
 
 FILE = "runs.jsonl"
 PLAIN = "off"
+SPARE = 1.5  # times the usual time
 Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, failed, rescored or scores
 
 
 @dataclass
 class Deadline:
-    """A time limit: nothing is begun that would exceed it if it took as long as the slowest so far."""
+    """A time limit: nothing is begun that would exceed it, by how long answers took so far."""
 
     seconds: float | None
 
     def __post_init__(self) -> None:
         self._end = None if self.seconds is None else time.monotonic() + self.seconds
-        self._slowest = 0.0
+        self._taken: list[float] = []  # seconds of an answer
 
     @property
     def left(self) -> float | None:
@@ -36,13 +38,19 @@ class Deadline:
 
     @property
     def is_near(self) -> bool:
-        return self.left is not None and self.left <= self._slowest
+        """Whether an answer that takes as long as the slowest would be late."""
+        return self.left is not None and self.left <= max(self._taken, default=0.0)
+
+    def allows(self, answers: int) -> bool:
+        """Whether there is time for so many, if they take as long as usual, and half as long again."""
+        usual = median(self._taken) if self._taken else 0.0
+        return self.left is None or SPARE * answers * usual < self.left
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self, answers: int = 1) -> Iterator[None]:
         start = time.monotonic()
         yield
-        self._slowest = max(self._slowest, time.monotonic() - start)
+        self._taken.append((time.monotonic() - start) / answers)
 
 
 class Place(NamedTuple):

@@ -4,12 +4,10 @@ the best settings timed beside the paper's and `auto`."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +36,6 @@ UNPRUNED = 5  # trials before any is given up: there must be something to be wor
 BEST_SHARE = 0.25
 FINALISTS = 3  # of a noisy search the first need not be the best: so many are measured again, beside each other
 ROUNDS = 3
-SPARE = 1.5
 WIDE = GraphConfig(mode="graph", growth="best-first", k=8, theta_prob=0.0, theta_sib=0.0)
 COMPARED = "compared"
 # Of a run, what the figures need.
@@ -74,25 +71,6 @@ Setting = dict[str, Any]
 
 class OutOfTime(DraftGraphError):
     """Time was up before the first trial was done."""
-
-
-class Limit(Deadline):
-    """Nothing is begun that would not be done in time, if answers take as long as they usually did, and half as long
-    again."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._seconds: list[float] = []  # of an answer, by task or round
-
-    def allows(self, answers: int) -> bool:
-        usual = median(self._seconds) if self._seconds else 0.0
-        return self.left is None or SPARE * answers * usual < self.left
-
-    @contextmanager
-    def watch(self, answers: int = 1) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self._seconds.append((time.monotonic() - start) / answers)
 
 
 @dataclass
@@ -158,7 +136,7 @@ def search(
     >>> report.best.setting, report.best.outcome.speed.ratio                             # doctest: +SKIP
     """
     need_optuna()
-    limit, folder = Limit(seconds), Path(out).expanduser()
+    limit, folder = Deadline(seconds), Path(out).expanduser()
     refuse_unreadable(pair, tasks, max_new_tokens)
     place = folder / PROFILE if profile is None else Path(profile).expanduser()
     with claimed(folder, "--out"), held_alone(folder, "tune --search"), quiet_optuna():
@@ -193,7 +171,7 @@ def asked_for(tasks: Mapping[str, Sequence[str]], max_new_tokens: int, seed: int
     }
 
 
-def try_settings(study: Study, turns: Turns, trials: int, limit: Limit, reserved: int) -> None:
+def try_settings(study: Study, turns: Turns, trials: int, limit: Deadline, reserved: int) -> None:
     """Until `trials` are done, or only the time for the `reserved` answers is left."""
     with progress_bar(f"{trials} trials") as report:
         while (done := len(finished(study))) < trials:
@@ -203,7 +181,7 @@ def try_settings(study: Study, turns: Turns, trials: int, limit: Limit, reserved
             try_one(study, turns, limit)
 
 
-def try_one(study: Study, turns: Turns, limit: Limit) -> None:
+def try_one(study: Study, turns: Turns, limit: Deadline) -> None:
     """A setting on one task after the other; given up when it is behind the median of others on the tasks so far."""
     from optuna.trial import TrialState
 
@@ -242,7 +220,7 @@ def answers_of_a_round(prompts: int) -> int:
     return (FINALISTS + 3) * prompts
 
 
-def compare_best(study: Study, turns: Turns, limit: Limit) -> None:
+def compare_best(study: Study, turns: Turns, limit: Deadline) -> None:
     """Rounds over all prompts, each kept when it is done."""
     rounds = rounds_of(study)
     turns.modes |= {name: GraphConfig(**setting) for name, setting in rounds.settings.items()}

@@ -16,7 +16,7 @@ from draftgraph.cli.terminal import busy, console, load_pair, write_json
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
-    from draftgraph.bench.paper.report import PaperReport
+    from draftgraph.bench.paper.findings import PaperReport
 
 PAPER_OPTIONS = ("target", "draft", "device", "dtype", "seed", "json", "config", "debug")
 SizeName = Annotated[str, option(RUNS, "How much is measured: small for a CPU", "|".join(SIZES), [*SIZES])]
@@ -43,7 +43,7 @@ def paper(
     tasks = {name: found for name, found in read_tasks(data or [OWN]).items() if name in (*MAIN, *UNLIKE, *FOREIGN)}
     pair = load_pair(settings)
     with busy("starting"):
-        from draftgraph.bench.paper.report import PaperReport
+        from draftgraph.bench.paper.findings import PaperReport
         from draftgraph.bench.paper.study import bench_paper
         from draftgraph.pair import load
     done = bench_paper(

@@ -18,7 +18,7 @@ from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
     from draftgraph.bench.page import Part
-    from draftgraph.bench.paper.report import PaperReport
+    from draftgraph.bench.paper.findings import PaperReport
 
 REPORT_OPTIONS = ("json", "config", "debug")
 Folders = Annotated[list[str], typer.Argument(metavar="DIR...", help="What bench run or bench paper had as --out")]
@@ -54,7 +54,7 @@ def report(folders: Folders, settings: Settings, out: Out = None) -> None:
 def read(folder: Path) -> SpeedReport | PaperReport:
     """Of a run, or of a study, which has a folder for every item."""
     if not (folder / FILE).exists() and any(folder.glob(f"*/{FILE}")):
-        from draftgraph.bench.paper.report import PaperReport
+        from draftgraph.bench.paper.findings import PaperReport
 
         if (study := PaperReport.of(folder)) is not None:
             return study

@@ -1,25 +1,29 @@
-"""What the study found, answered in a sentence each: items that were timed, and answers that were looked into."""
+"""What the study found, answered in a sentence each, and all of it as one report: items that were timed, and answers
+that were looked into."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftgraph.bench.paper import items
-from draftgraph.bench.paper.items import CHAINS, TAUS, TEMPERATURES
-from draftgraph.bench.paper.probes import SETTINGS
-from draftgraph.bench.reporting import Table
+from draftgraph.bench.paper.items import CHAINS, ITEMS, TAUS, TEMPERATURES
+from draftgraph.bench.paper.probes import SETTINGS, probed
+from draftgraph.bench.reporting import Table, write_files
 from draftgraph.bench.runs import FILE, Record, of_kind, records_in
 from draftgraph.bench.searching import ROUNDS, need_optuna
-from draftgraph.bench.speed_report import ALL, SpeedReport, total_by_source
+from draftgraph.bench.speed_report import ALL, SpeedReport, labelled, settings_of, title_of, total_by_source
 from draftgraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftgraph.bench.page import Part
 
 AT_TARGET, AT_DRAFT = "target", "draft"  # where masks are wrong: their settings begin so
 CHANGES = "CHANGE answers, which must never be"
@@ -554,3 +558,82 @@ def done_by_the_draft(settings: Mapping[str, Sequence[Record]]) -> str:
     if not ties:
         return "change no answer"
     return f"change none but at ties ({ties} of {len(settings[SETTINGS[-1]])}; right masks, which also round: {right})"
+
+
+def findings_in(folder: Path) -> Iterator[Finding]:
+    for name, item, of_item in TIMED:
+        if (known := measured(folder / item)) is not None:
+            yield of_item(name, known)
+    for name, of_several in COMPARED:
+        if (finding := of_several(name, folder)) is not None:
+            yield finding
+    for name, kind, of_answers in PROBED:
+        if (found := probed(folder, kind)) and (finding := of_answers(name, found)) is not None:
+            yield finding
+
+
+TIMED: tuple[tuple[str, str, Callable[[str, Measured], Finding]], ...] = (
+    ("main", "main", main_table),
+    ("claims", "main", claims),
+    ("experiment-1", "k", experiment_1),
+    ("experiment-2", "tau", experiment_2),
+    ("experiment-3", "pruning", experiment_3),
+    ("check-1", "unlike", check_1),
+    ("check-3", "grid", grid),
+    ("foreign", "foreign", foreign),
+)
+COMPARED: tuple[tuple[str, Callable[[str, Path], Finding | None]], ...] = (
+    ("draft-sizes", draft_sizes),
+    ("question-2", temperatures),
+    ("question-3", best_setting),
+)
+PROBED: tuple[tuple[str, str, Callable[[str, Sequence[Record]], Finding | None]], ...] = (
+    ("experiment-2-borrowed", "borrowing", borrowed),
+    ("question-1", "overlap", shared),
+    ("check-2", "masks", wrong_masks),
+    ("check-2-accuracy", "accuracy", accuracy),
+)
+
+
+VERDICTS = {True: "as the paper has it", False: "not as the paper has it", None: ""}
+
+
+@dataclass(frozen=True)
+class PaperReport:
+    title: str
+    settings: str
+    findings: list[Finding]
+
+    @classmethod
+    def of(cls, folder: Path) -> PaperReport | None:
+        """None while no item is finished."""
+        known = next((one for item in ITEMS if (one := measured(folder / item.name)) is not None), None)
+        if known is None:
+            return None
+        found = [
+            replace(one, answer=labelled(one.answer, known.report)) if one.timed else one for one in findings_in(folder)
+        ]
+        return cls(title_of(known.report).replace("Speed of", "The paper's study:"), settings_of(known.report), found)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_markdown(self) -> str:
+        parts = [f"# {self.title}", self.settings]
+        for one in self.findings:
+            verdict = f" *({VERDICTS[one.agrees]})*" if VERDICTS[one.agrees] else ""
+            parts += [f"## {one.question}", f"{one.answer}{verdict}"]
+            parts += [one.table.cells] if one.table is not None else []
+        return "\n\n".join(parts) + "\n"
+
+    def to_part(self) -> Part:
+        from draftgraph.bench.page import paper_part
+
+        return paper_part(self)
+
+    def save(self, folder: Path) -> None:
+        """Writes paper.json, paper.md and paper.html."""
+        from draftgraph.bench.page import page
+
+        page_of_one = page([self.to_part()])
+        write_files(folder, {"paper.json": self.to_dict(), "paper.md": self.to_markdown(), "paper.html": page_of_one})
