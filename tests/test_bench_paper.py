@@ -21,7 +21,7 @@ from draftgraph.bench import inflation, searching
 from draftgraph.bench.inflation import Shape
 from draftgraph.bench.paper import findings, items, probes
 from draftgraph.bench.paper import study as study_module
-from draftgraph.bench.paper.findings import Finding, PaperReport, Sameness, known_sizes, measured
+from draftgraph.bench.paper.findings import Finding, PaperReport, known_sizes, measured
 from draftgraph.bench.paper.items import CHAINS, ITEMS, SIZES, Item, Size, grid_modes
 from draftgraph.bench.paper.probes import Looks, probed, scored_probes
 from draftgraph.bench.paper.study import Study, bench_paper
@@ -357,11 +357,8 @@ def test_an_inflated_target_is_searched_and_drafted_for(
 
 
 def test_answers_that_part_are_counted_by_where() -> None:
-    def of(*parted: tuple[bool, bool]) -> Sameness:
-        return Sameness.of([{"same": same, "tie": tie} for same, tie in parted])
-
-    same, tie, other = (True, False), (False, True), (False, False)
-    assert str(of(same, same)) == "the same"
-    assert str(of(same) + of(tie)) == "the same but at ties of rounding"
-    assert str(of(same, other) + of(same)) == "the same, and NOT in 1 of 3 answers"
-    assert str(of(tie, other, same)) == "the same but at ties of rounding, and NOT in 1 of 3 answers"
+    same, tie, other = ({"same": not parted, "tie": tie} for parted, tie in ((0, False), (1, True), (1, False)))
+    assert findings.sameness([same, same]) == "the same"
+    assert findings.sameness([same, tie]) == "the same but at ties of rounding"
+    assert findings.sameness([same, other, same]) == "the same, and NOT in 1 of 3 answers"
+    assert findings.sameness([tie, other, same]) == "the same but at ties of rounding, and NOT in 1 of 3 answers"

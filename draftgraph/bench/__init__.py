@@ -18,18 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftReport", "Shape", "SpeedReport", "bench_draft", "bench_run", "inflate", "search"]
 _HOME = {
-    "DraftReport": "draft",
-    "Shape": "inflation",
-    "SpeedReport": "speed_report",
-    "bench_draft": "draft",
-    "bench_run": "speed",
-    "inflate": "inflation",
-    "search": "searching",
+    "draft": ("DraftReport", "bench_draft"),
+    "inflation": ("Shape", "inflate"),
+    "searching": ("search",),
+    "speed": ("bench_run",),
+    "speed_report": ("SpeedReport",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: tasks and reports are read without torch."""
-    if name in _HOME:
-        return getattr(import_module(f"draftgraph.bench.{_HOME[name]}"), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"draftgraph.bench.{module}"), name)
     raise AttributeError(f"module 'draftgraph.bench' has no attribute {name!r}")

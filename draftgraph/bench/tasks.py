@@ -188,20 +188,15 @@ def tasks_in(place: str | Path) -> list[Task]:
         if name not in HUB:
             raise UsageError(f"there is no {place}: choose of {', '.join(f'hub:{known}' for known in HUB)}")
         return [Task(name, str(place), hub_prompts(name))]
-    folder = OWN_FOLDER if str(place) == OWN else Path(place).expanduser()
-    return [Task(file.stem, str(file), read_prompts(file)) for file in task_files(folder)]
-
-
-def task_files(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
+    path = OWN_FOLDER if str(place) == OWN else Path(place).expanduser()
+    if not (path.is_file() or path.is_dir()):
         raise UsageError(
-            f"there is no file or folder {place}: give JSON lines with prompts, a folder of them, {OWN} or hub:NAME"
+            f"there is no file or folder {path}: give JSON lines with prompts, a folder of them, {OWN} or hub:NAME"
         )
-    if files := sorted(place.glob(f"*{SUFFIX}")):
-        return files
-    raise UsageError(f"the folder {place} has no {SUFFIX} files: give one with a file of prompts per task")
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if not files:
+        raise UsageError(f"the folder {path} has no {SUFFIX} files: give one with a file of prompts per task")
+    return [Task(file.stem, str(file), read_prompts(file)) for file in files]
 
 
 @dataclass(frozen=True)

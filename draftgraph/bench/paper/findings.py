@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import reduce
-from operator import add
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -46,28 +44,6 @@ INFLATED_TITLES = DRAFT_TITLES | {items.TARGET_ITSELF: "the target before it was
 SEARCH = "search"  # its folder
 QUESTION = "Open question 3: which fixed setting is the best?"
 TOLD_VALUES = 3  # that mattered most
-
-
-@dataclass(frozen=True)
-class Sameness:
-    """Answers against those of plain decoding."""
-
-    answers: int
-    at_ties: int  # that part from it there
-    elsewhere: int
-
-    @classmethod
-    def of(cls, runs: Sequence[Record]) -> Sameness:
-        ties = sum(run["tie"] for run in runs)
-        return cls(len(runs), ties, sum(not run["same"] for run in runs) - ties)
-
-    def __add__(self, other: Sameness) -> Sameness:
-        mine, others = astuple(self), astuple(other)
-        return Sameness(*map(sum, zip(mine, others, strict=True)))
-
-    def __str__(self) -> str:
-        words = "the same" + (" but at ties of rounding" if self.at_ties else "")
-        return words + (f", and NOT in {self.elsewhere} of {self.answers} answers" if self.elsewhere else "")
 
 
 @dataclass(frozen=True)
@@ -112,11 +88,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Measured:
-    """An item: its report, and the sums of every mode."""
+    """An item: its report, the sums of every mode, and its runs."""
 
     report: SpeedReport
     modes: dict[str, Counts]
-    sameness: Sameness
+    runs: list[Record]
 
     def speed(self, mode: str) -> float:
         return self.report.mode(mode).overall.speed.ratio
@@ -141,7 +117,15 @@ def measured(folder: Path) -> Measured | None:
     if not sessions or len(runs) < sessions[-1]["planned"]:
         return None
     modes = {mode: Counts.of(these) for mode, these in grouped(runs, "mode").items()}
-    return Measured(SpeedReport.of(records), modes, Sameness.of(runs))
+    return Measured(SpeedReport.of(records), modes, runs)
+
+
+def sameness(runs: Sequence[Record]) -> str:
+    """Whether answers have the tokens of plain decoding, in words."""
+    ties = sum(run["tie"] for run in runs)
+    elsewhere = sum(not run["same"] for run in runs) - ties
+    words = "the same" + (" but at ties of rounding" if ties else "")
+    return words + (f", and NOT in {elsewhere} of {len(runs)} answers" if elsewhere else "")
 
 
 def grouped(records: Sequence[Record], by: str) -> dict[str, list[Record]]:
@@ -290,7 +274,7 @@ def grid(name: str, known: Measured) -> Finding:
     answer = (
         f"Of {len(modes)} settings the fastest is {point_named(best)} with {known.shown(modes[best])}; the paper's "
         f"defaults have {known.shown(paper)}, so they are {'near' if near else 'not'} the best here; "
-        f"auto, which needs none, has {known.shown('auto')}. Output is {known.sameness} for all."
+        f"auto, which needs none, has {known.shown('auto')}. Output is {sameness(known.runs)} for all."
     )
     question = "Check 3: theta_prob x theta_sib x tau: are the paper's defaults the best?"
     return Finding(name, question, answer, Table("By setting", COUNTS, rows), near)
@@ -311,7 +295,7 @@ def temperatures(name: str, folder: Path) -> Finding | None:
         cells = [one.shown(mode) for mode in (one.fastest(CHAINS), *modes)]
         rows.append([str(heat) if heat else "greedy", *cells, f"{one.modes['graph'].merged:.1%}"])
     told = "; ".join(f"{row[0]}: graph {row[3]}, best chain {row[1]}, auto {row[4]}" for row in rows)
-    written = reduce(add, (one.sameness for one in there.values()))
+    written = sameness([run for one in there.values() for run in one.runs])
     answer = f"With keyed noise the same graph serves both; with and without drafting tokens are {written}. {told}."
     table = Table("By temperature", ["temperature", "best chain", *modes, "merged"], rows)
     return Finding(name, "Open question 2: greedy against sampling", answer, table)

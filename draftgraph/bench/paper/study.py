@@ -111,10 +111,8 @@ class Study:
         records = records_in(folder / FILE)
         weights = None if pair.draft is None else mark_of(pair.draft)
         own = {"modes": [PLAIN, *item.modes], "temperature": item.temperature, "draft_weights": weights}
-        asked = {
-            (place, digest(prompts[place.task][place.prompt]))
-            for place in all_places(prompts, [PLAIN, *item.modes], repeats)
-        }
+        places = all_places(prompts, [PLAIN, *item.modes], repeats)
+        asked = {(place, digest(prompts[place.task][place.prompt])) for place in places}
         known = {(Place.of(run), run["prompt_digest"]) for run in of_kind(records, "run")}
         same = records[0] == {"kind": "configuration"} | self.here | names | own
         return same and asked <= known and not answers_to_rescore(records)
@@ -146,14 +144,10 @@ def compare_drafts(study: Study, others: Mapping[str, Any]) -> bool:
         del drafts[items.TARGET_ITSELF]
     sizes = {name: 0 if draft is None else weights_read(draft) for name, draft in drafts.items()}
     write_files(study.folder / items.DRAFTS, {SIZES_FILE: known_sizes(study.folder) | sizes})
-    done = [
-        study.times(
-            items.draft_item(name),
-            Pair(pair.target, draft, pair.tokenizer),
-            {} if name == items.PAIRS_DRAFT else {"draft": None if draft is None else name},
-        )
-        for name, draft in drafts.items()
-    ]
+    done = []
+    for name, draft in drafts.items():
+        names = {} if name == items.PAIRS_DRAFT else {"draft": None if draft is None else name}
+        done.append(study.times(items.draft_item(name), Pair(pair.target, draft, pair.tokenizer), names))
     return all(done)
 
 
