@@ -10,7 +10,7 @@ from textwrap import shorten
 
 from markupsafe import Markup
 
-from draftgraph.inspect.markup import element, text
+from draftgraph.inspect.svg import element, text
 
 WIDTH = 360.0
 NAMES, VALUES = 112.0, 52.0  # room for the names of bars, and for their values

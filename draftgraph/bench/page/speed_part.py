@@ -32,8 +32,7 @@ from draftgraph.bench.speed_tables import (
 )
 from draftgraph.errors import UsageError
 from draftgraph.inspect import GraphReport
-from draftgraph.inspect.html import pictured
-from draftgraph.inspect.report import REASONS
+from draftgraph.inspect.report import REASONS, pictured
 from draftgraph.tuning.latency import Curve, Latencies
 
 OURS, FIXED, OTHERS = 0, 1, 7  # colours: auto, fixed modes, other libraries

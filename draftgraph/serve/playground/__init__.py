@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from draftgraph.config import RANGES, GraphConfig
-from draftgraph.inspect.html import SETTINGS
+from draftgraph.inspect.report import SETTINGS
 from draftgraph.inspect.theme import DARK, LIGHT, PROPOSERS, Theme
 
 TYPES = {
