@@ -14,7 +14,6 @@ import httpx
 import pytest
 from cli_tools import Runner, refused
 
-import draftgraph.serve.model
 import draftgraph.serve.run
 from draftgraph.serve.engine_process import Loop, telling_faults
 

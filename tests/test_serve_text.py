@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_tools import tokenizer
 
-from draftgraph.serve.answer import Answer
-from draftgraph.serve.text import MOST_HELD, AnswerText
-from draftgraph.serve.tokens import TokenNames
+from draftgraph.serve.generation import Answer
+from draftgraph.serve.text import MOST_HELD, AnswerText, TokenNames
 from draftgraph.serve.wire import Progress
 from draftgraph.text import decode
 

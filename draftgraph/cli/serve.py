@@ -104,8 +104,7 @@ def serve(
     settings = replace(settings, target=model or settings.target)
     graph = asdict(settings.graph_config())
     refuse_missing_packages()
-    from draftgraph.serve.keys import read_keys
-    from draftgraph.serve.settings import ServerSettings, is_loopback
+    from draftgraph.serve.settings import ServerSettings, is_loopback, read_keys
 
     keys = read_keys(Path(key_file) if key_file else None, os.environ.get(KEYS))
     if not keys and not is_loopback(host):
@@ -128,8 +127,7 @@ def serve(
         max_tokens=max_new_tokens,
     )
     with busy("starting"):
-        from draftgraph.serve.model import served_tokenizer
-        from draftgraph.serve.run import run
+        from draftgraph.serve.run import run, served_tokenizer
     tokenizer = served_tokenizer(settings.target)
     limits = {"texts": max_texts, "waiting": max_waiting, "slots": slots, "past_tokens": past_tokens}
     options = {"name": served.model_name, "load": settings.model_arguments(), "graph": graph, "limits": limits}

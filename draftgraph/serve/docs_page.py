@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from html import escape
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse
 
-STYLE = """
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
-body { max-width: 56rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-top: 1px solid #8884; }
-code { font-family: ui-monospace, monospace; }
-"""
+from draftgraph.inspect.theme import template
 
 
 def install(app: FastAPI) -> None:
@@ -37,37 +29,20 @@ def install(app: FastAPI) -> None:
 
 
 def page(schema: dict[str, Any]) -> str:
-    title = f"{schema['info']['title']} {schema['info']['version']}"
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
-    sections = [
-        section
+    models = schema["components"]["schemas"]
+
+    def body_of(operation: dict[str, Any]) -> Any:
+        if "requestBody" not in operation:
+            return None
+        return models[kind(operation["requestBody"]["content"]["application/json"]["schema"])]
+
+    routes = [
+        (method, path, operation, body_of(operation))
         for path, operations in schema["paths"].items()
         for method, operation in operations.items()
-        for section in route(method, path, operation, schema)
     ]
-    also = "<p>The same for programs: <a href=/openapi.json>/openapi.json</a></p>"
-    return "".join([head, f"<h1>{title}</h1>", also, *sections])
-
-
-def route(method: str, path: str, operation: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
-    yield f"<h2><code>{method.upper()} {escape(path)}</code></h2>"
-    yield f"<p>{escape(operation.get('description', ''))}</p>"
-    if body := operation.get("requestBody"):
-        yield from fields(body["content"]["application/json"]["schema"], schema)
-    statuses = [f"<tr><td>{status}<td>{escape(one['description'])}" for status, one in operation["responses"].items()]
-    yield f"<table><tr><th>Status<th>{''.join(statuses)}</table>"
-
-
-def fields(reference: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
-    model = schema["components"]["schemas"][reference["$ref"].rpartition("/")[2]]
-    needed = model.get("required", [])
-    yield "<table><tr><th>Field<th>Type<th>"
-    for name, field in model["properties"].items():
-        notes = ", ".join(
-            filter(None, ["required" if name in needed else "", field.get("description", ""), bounds(field)])
-        )
-        yield f"<tr><td><code>{escape(name)}</code><td>{escape(kind(field))}<td>{escape(notes)}"
-    yield "</table>"
+    title = f"{schema['info']['title']} {schema['info']['version']}"
+    return template("docs.html", "draftgraph.serve").render(title=title, routes=routes, kind=kind, bounds=bounds)
 
 
 def kind(field: dict[str, Any]) -> str:

@@ -7,18 +7,45 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from draftgraph.serve import wire
+from draftgraph.serve.errors import failure
 from draftgraph.serve.settings import ServerSettings
-from draftgraph.serve.submission import Failure, Submission
 from draftgraph.serve.wire import Job, Progress, Ready
 
 logger = logging.getLogger("draftgraph.serve")
 SLACK = 5.0  # seconds past its deadline after which a job is given up without the engine's word
 EXIT_SECONDS = 5.0  # for an engine that was told to stop
 SOUND_SECONDS = 60.0  # an engine that ran this long is started again without waiting longer than the first time
+
+
+class Submission:
+    """Jobs of one request: an iterator over their progress until all are done. Closing it cancels the rest."""
+
+    def __init__(self, ids: Iterable[str], cancel: Callable[[str], None]) -> None:
+        self._open, self._cancel = set(ids), cancel
+        self._queue: asyncio.Queue[Progress] = asyncio.Queue()
+
+    def tell(self, progress: Progress) -> None:
+        self._queue.put_nowait(progress)
+
+    async def __aiter__(self) -> AsyncIterator[Progress]:
+        while self._open:
+            progress = await self._queue.get()
+            if progress.id in self._open:
+                if progress.finish_reason is not None:
+                    self._open.discard(progress.id)
+                yield progress
+
+    def cancel(self, id: str) -> None:
+        self._open.discard(id)
+        self._cancel(id)
+
+    def close(self) -> None:
+        for id in list(self._open):
+            self.cancel(id)
 
 
 class Engine:
@@ -66,14 +93,14 @@ class Engine:
 
     def submit(self, jobs: Sequence[Job]) -> Submission:
         if self.closing:
-            raise Failure("stopping", "the server is stopping")
+            raise failure("stopping", "the server is stopping")
         if self.ready is None or self._writer is None:
-            raise Failure("engine", "the model is not ready: try again later")
+            raise failure("engine", "the model is not ready: try again later")
         room = self._settings.max_texts + self._settings.max_waiting
         if len(jobs) > room:
-            raise Failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
+            raise failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
         if self.under_way + len(jobs) > room:
-            raise Failure("overloaded", "too many requests are waiting already: try again later")
+            raise failure("overloaded", "too many requests are waiting already: try again later")
         submission = Submission([job["id"] for job in jobs], self.cancel)
         loop = asyncio.get_running_loop()
         for job in jobs:

@@ -16,28 +16,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.serve import wire
 
+if TYPE_CHECKING:
+    from draftgraph.batching import Scheduler
+
 FAULT = 70  # EX_SOFTWARE of sysexits.h
 EVERY = 1.0  # seconds between figures that nobody asked for
-
-
-class Told(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-class Scheduler(Protocol):
-    """What `draftgraph.batching.Scheduler` is to this loop."""
-
-    @property
-    def busy(self) -> bool: ...
-    def submit(self, job: Any) -> None: ...
-    def cancel(self, id: str) -> None: ...
-    def step(self) -> list[Any]: ...
-    def figures(self) -> dict[str, Any]: ...
 
 
 class Loop:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from draftgraph.serve.answer import Answer
+    from draftgraph.serve.generation import Answer
     from draftgraph.serve.wire import Progress
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftgraph.serve.answer import Piece
-from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, from_failure
-from draftgraph.serve.generation import Generation
-from draftgraph.serve.submission import Failure
+from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, json_bytes
+from draftgraph.serve.forms import Form
+from draftgraph.serve.generation import Piece
 
 logger = logging.getLogger("draftgraph.serve")
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is for nginx
@@ -24,18 +22,9 @@ SLOW_READER_SECONDS = 60.0  # for the rest of a stream when the request's own ti
 T = TypeVar("T")
 
 
-class Form(Protocol):
-    """How one kind of answer is written."""
-
-    def opening(self) -> Sequence[Mapping[str, Any]]: ...
-    def chunk(self, piece: Piece) -> Mapping[str, Any]: ...
-    def last(self) -> Mapping[str, Any]: ...
-    def whole(self, pieces: list[Piece]) -> Mapping[str, Any]: ...
-
-
-async def respond(request: Request, generation: Generation, form: Form, stream: bool, seconds: float) -> Response:
+async def respond(request: Request, form: Form, stream: bool, seconds: float) -> Response:
     """The answer whole, or as a stream; a failure before its first piece is still a plain error."""
-    pieces = generation.pieces()
+    pieces = form.generation.pieces()
     if not stream:
         async with aclosing(pieces):
             return JSONAnswer(form.whole(await while_present(request.receive, gathered(pieces))))
@@ -49,27 +38,24 @@ async def gathered(pieces: AsyncIterator[Piece]) -> list[Piece]:
 
 async def events(form: Form, first: Piece | None, rest: AsyncIterator[Piece]) -> AsyncGenerator[bytes, None]:
     try:
-        for chunk in form.opening():
-            yield event(chunk)
+        for body in form.opening():
+            yield event(body)
         if first is not None:
-            yield event(form.chunk(first))
+            yield event(form.event(first))
         async for piece in rest:
-            yield event(form.chunk(piece))
+            yield event(form.event(piece))
         if last := form.last():
             yield event(last)
     except ApiError as error:
         yield event(error.body)
-    except Failure as error:
-        yield event(from_failure(error.kind, str(error)).body)
     except Exception:
         logger.exception("a stream failed")
         yield event(ApiError(500, SERVER_FAULT, type="server_error").body)
     yield b"data: [DONE]\n\n"
 
 
-def event(body: Mapping[str, Any]) -> bytes:
-    written = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + written.encode("utf-8", "backslashreplace") + b"\n\n"
+def event(body: Any) -> bytes:
+    return b"data: " + json_bytes(body) + b"\n\n"
 
 
 class EventStream(Response):

@@ -1,10 +1,11 @@
-"""What both kinds of requests may say. Fields that are not known are left out: clients send many."""
+"""Requests and answers in OpenAI's form. Fields of a request that are not known are left out: clients send many."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import TypedDict
 
 from draftgraph.config import Mode
 
@@ -15,6 +16,8 @@ MOST_NODES, MOST_LEVELS = 512, 64  # of a graph: what one client asks for is com
 WHOLE = 2**31 - 1  # more than any model's tokens
 SEEDS = 2**63
 
+JSONObject = dict[str, Any]
+Finish = Literal["stop", "length"]
 Count = Annotated[int, Field(ge=0, le=WHOLE)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Small = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
@@ -107,3 +110,147 @@ def depth(value: Any) -> int:
         deepest += bool(containers)
         level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
     return deepest
+
+
+class Part(Given):
+    type: str
+    text: str | None = None
+
+
+class Message(Given):
+    """Further fields, tool_calls and tool_call_id for two, are for the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(examples=["user"])
+    content: str | list[Part] | None = Field(None, examples=["Why is the sky blue?"])
+
+
+class Schema(Given):
+    name: str | None = None
+    given: JSONObject | bool = Field(True, alias="schema")
+
+
+class ResponseFormat(Given):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[JSONObject] | None = None
+    tool_choice: str | JSONObject | None = None
+    chat_template_kwargs: JSONObject | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[str, Field(examples=["Once upon a time"])] | list[Count] | list[str] | list[list[Count]] = Field(
+        description="A text or its token ids, or a list of such"
+    )
+    logprobs: Alternatives | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """As a list, whatever was given."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return prompt  # type: ignore[return-value]
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    draftgraph: dict[str, Any]  # figures of drafting
+
+
+class Alternative(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class ChatAnswer(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+
+
+class Completion(TypedDict):
+    """Whole, or the event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    draftgraph: NotRequired[dict[str, Any]]
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]

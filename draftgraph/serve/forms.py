@@ -1,0 +1,176 @@
+"""Answers in OpenAI's two forms, of chats and of completions: whole, or as the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from draftgraph.serve.generation import Answer, Generation, Piece, Scored, Server
+from draftgraph.serve.schemas import ChatRequest, CompletionLogprobs, CompletionRequest, GenerationRequest
+from draftgraph.serve.text import AnswerText, TokenNames
+from draftgraph.serve.wire import Job
+from draftgraph.text import decode
+
+Body = dict[str, Any]
+
+
+class Form:
+    """What both have in common: all but their choices."""
+
+    prefix: str  # of an answer's id
+    whole_object: str
+    event_object: str
+
+    def __init__(self, server: Server, body: GenerationRequest, jobs: Sequence[Job]) -> None:
+        self.generation = Generation(server, self.prefix, jobs, body.stops)
+        self._answers = list(self.generation.answers.values())
+        self._server, self._body = server, body
+
+    def whole(self, pieces: list[Piece]) -> Body:
+        own = [[piece for piece in pieces if piece.index == answer.index] for answer in self._answers]
+        return self._with_head(self.whole_object, map(self._choice, own)) | {"usage": self.generation.usage()}
+
+    def opening(self) -> list[Body]:
+        """Events before the first piece."""
+        return []
+
+    def event(self, piece: Piece) -> Body:
+        event = self._event(self._event_choice(piece))
+        return event if piece.trace is None else event | {"draftgraph": piece.trace}
+
+    def last(self) -> Body | None:
+        return self._event() | {"usage": self.generation.usage()} if self._body.wants_usage else None
+
+    def _event(self, *choices: Body) -> Body:
+        event = self._with_head(self.event_object, choices)
+        return event | {"usage": None} if self._body.wants_usage else event
+
+    def _with_head(self, kind: str, choices: Iterable[Body]) -> Body:
+        return {
+            "id": self.generation.id,
+            "object": kind,
+            "created": self.generation.created,
+            "model": self._server.settings.model_name,
+            "choices": list(choices),
+        }
+
+    def _choice(self, pieces: list[Piece]) -> Body:
+        raise NotImplementedError
+
+    def _event_choice(self, piece: Piece) -> Body:
+        raise NotImplementedError
+
+
+class ChatForm(Form):
+    prefix, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _body: ChatRequest
+
+    def opening(self) -> list[Body]:
+        """Names the speaker, once for each answer."""
+        role = {"role": "assistant", "content": ""}
+        return [
+            self._event({"index": answer.index, "delta": role, "logprobs": None, "finish_reason": None})
+            for answer in self._answers
+        ]
+
+    def _choice(self, pieces: list[Piece]) -> Body:
+        text = "".join(piece.text for piece in pieces)
+        return {
+            "index": pieces[-1].index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(pieces),
+            "finish_reason": pieces[-1].finish_reason or "stop",
+        }
+
+    def _event_choice(self, piece: Piece) -> Body:
+        return {
+            "index": piece.index,
+            "delta": {"content": piece.text} if piece.text else {},
+            "logprobs": self._logprobs([piece]),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def _logprobs(self, pieces: list[Piece]) -> Body | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs([one for piece in pieces for one in piece.scored], self._server.names)
+
+
+class CompletionForm(Form):
+    """Answers stand behind their prompts with `echo`."""
+
+    prefix, whole_object, event_object = "cmpl", "text_completion", "text_completion"
+    _body: CompletionRequest
+
+    def __init__(self, server: Server, body: CompletionRequest, jobs: Sequence[Job]) -> None:
+        super().__init__(server, body, jobs)
+        self._tokenizer = server.prompts.tokenizer
+        self._prompt_texts = [self._echoed(prompt) for prompt in body.prompts]
+        self._begun: set[int] = set()
+
+    def _echoed(self, prompt: str | list[int]) -> str:
+        """As it was given, or as its tokens read; nothing without `echo`."""
+        if not self._body.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else decode(self._tokenizer, prompt)
+
+    def _event_choice(self, piece: Piece) -> Body:
+        is_first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        return self._choice([piece], with_prompt=is_first)
+
+    def _choice(self, pieces: list[Piece], with_prompt: bool = True) -> Body:
+        answer = self._answers[pieces[-1].index]
+        prompt = self._prompt_texts[answer.index // self._body.choices]
+        return {
+            "index": answer.index,
+            "text": (prompt if with_prompt else "") + "".join(piece.text for piece in pieces),
+            "logprobs": self._logprobs(answer, pieces, len(prompt), with_prompt),
+            "finish_reason": pieces[-1].finish_reason,
+        }
+
+    def _logprobs(
+        self, answer: Answer, pieces: list[Piece], before: int, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        names = self._server.names
+        found = completion_logprobs([one for piece in pieces for one in piece.scored], names, before)
+        if not (with_prompt and self._body.echo):
+            return found
+        prompt = completion_logprobs(self._scored_prompt(answer), names)
+        return {name: prompt[name] + found[name] for name in found}  # type: ignore[literal-required,return-value]
+
+    def _scored_prompt(self, answer: Answer) -> list[Scored]:
+        text = AnswerText(self._tokenizer)
+        scored = []
+        for token, told in zip(answer.job["tokens"], answer.prompt_logprobs or [], strict=False):
+            start = text.length
+            text.push(token)
+            scored.append(Scored.of(token, told, start, text.length))
+        return scored
+
+
+def chat_logprobs(scored: Sequence[Scored], names: TokenNames) -> Body:
+    def told(token: int, logprob: float) -> Body:
+        return {"token": names.text(token), "logprob": logprob, "bytes": list(names.bytes(token))}
+
+    content = [
+        told(one.token, one.logprob or 0.0) | {"top_logprobs": [told(*top) for top in one.top]} for one in scored
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(scored: Sequence[Scored], names: TokenNames, offset: int = 0) -> CompletionLogprobs:
+    """`offset`: where the text that these tokens are counted in begins in the choice's."""
+    return {
+        "tokens": [names.key(one.token) for one in scored],
+        "token_logprobs": [one.logprob for one in scored],
+        "top_logprobs": [
+            None
+            if one.logprob is None
+            else {names.key(token): logprob for token, logprob in [*one.top, (one.token, one.logprob)]}
+            for one in scored
+        ],
+        "text_offset": [one.start + offset for one in scored],
+    }
