@@ -22,7 +22,7 @@ from draftgraph.bench.speed import Deadline
 from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import BEST_FIRST, MODES, mode_named
-from draftgraph.cli.bench_run import SHAPES
+from draftgraph.cli.bench import SHAPES
 from draftgraph.pair import Pair
 from draftgraph.stats import SOURCES
 

@@ -1,66 +1,76 @@
-"""`draftgraph bench`: how good a draft model is for a target; `run` and `report` are in `bench_run.py`."""
+"""`draftgraph bench`: how fast the modes are, how good a draft is for a target, the paper's study, their reports."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
-from draftgraph.bench.report import MEAN, REASON, DraftReport
+from draftgraph.bench.paper.items import FOREIGN, MAIN, SIZES, UNLIKE, refuse_draft_names
+from draftgraph.bench.report import MEAN, REASON
 from draftgraph.bench.report import Table as Titled
-from draftgraph.bench.structures import chosen
-from draftgraph.bench.tasks import read_tasks
-from draftgraph.cli.command import register
-from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
-from draftgraph.cli.terminal import console, load_pair, stderr_console, write_json
+from draftgraph.bench.runs import FILE, read_records
+from draftgraph.bench.speed_report import SpeedReport
+from draftgraph.bench.structures import MODES, PEERS, chosen, mode_named
+from draftgraph.bench.suites import DEFAULT, SUITES, suite_named
+from draftgraph.bench.tasks import OWN, read_tasks
+from draftgraph.cli.errors import complain
+from draftgraph.cli.options import OUTPUT, Settings, option, refuse_outside, register
+from draftgraph.cli.terminal import busy, console, load_pair, plain_table, say_written, unwritable_part, write_json
 from draftgraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftgraph.bench.page import Part
+    from draftgraph.bench.paper.report import PaperReport
 
 WIDTH = 120  # of tables that no terminal shows
 FIRST = 8  # characters of the first column, at least
 WRAPPED = 24  # of a column of sentences, at least
-OPTIONS = ("target", "device", "dtype", "seed", "json", "config", "debug")
+ALL_MODES = ",".join(MODES)
+SHAPES = ["llama-2-7b", "llama-2-13b", "llama-33b", "llama-2-70b"]
 
-TASKS, OUTPUT = "Tasks", "Input and output"
-Draft = Annotated[str, typer.Argument(metavar="DIR", help="The draft: a folder, hub name or GGUF file")]
-Data = Annotated[list[str], option(TASKS, "JSON lines, a folder of them, own or hub:NAME; may be given again", "PATH")]
+MODEL, TASKS, RUNS = "Model", "Tasks", "Measurements"
+PATHS = "JSON lines, a folder of them, own or hub:NAME; may be given again"
 Tasks = Annotated[str | None, option(TASKS, "Files of the folder by name; left out: all", "NAME,NAME")]
-Prompts = Annotated[int, option(TASKS, "Prompts of each task, the first ones", shown_range(1))]
-Temperatures = Annotated[str, option(TASKS, "0: greedy", "N,N")]
-NewTokens = Annotated[int, option(TASKS, "Tokens of an answer at most", shown_range(1))]
-Structures = Annotated[str | None, option(TASKS, "What to grow: chain-4, tree-64, ...; left out: all", "NAME,NAME")]
-Out = Annotated[str | None, option(OUTPUT, "Write results.json, results.md, plot.svg and plot.png there", "DIR")]
+RunData = Annotated[list[str] | None, option(TASKS, f"{PATHS}; left out: own", "PATH")]
+Inflate = Annotated[str | None, option(MODEL, "Put the target into a large shape", choices=SHAPES)]
+Seconds = Annotated[float | None, option(RUNS, "Stop in time; the same command goes on", "N", least=1)]
+RunOut = Annotated[
+    str, option(OUTPUT, "Keep every measurement there, and write report.html, .md, .json and .png", "DIR")
+]
 
 HELP = "Measure: how fast the modes are, and how good a draft is for a target."
 app = typer.Typer(name="bench", help=HELP, pretty_exceptions_enable=False)
 
 
 def draft(
-    folder: Draft,
-    data: Data,
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The draft: a folder, hub name or GGUF file")],
+    data: Annotated[list[str], option(TASKS, PATHS, "PATH")],
     settings: Settings,
     tasks: Tasks = None,
-    prompts: Prompts = 30,
-    temperatures: Temperatures = "0,0.7",
-    max_new_tokens: NewTokens = 128,
-    structures: Structures = None,
-    out: Out = None,
+    prompts: Annotated[int, option(TASKS, "Prompts of each task, the first ones", least=1)] = 30,
+    temperatures: Annotated[str, option(TASKS, "0: greedy", "N,N")] = "0,0.7",
+    max_new_tokens: Annotated[int, option(TASKS, "Tokens of an answer at most", least=1)] = 128,
+    structures: Annotated[
+        str | None, option(TASKS, "What to grow: chain-4, tree-64, ...; left out: all", "NAME,NAME")
+    ] = None,
+    out: Annotated[
+        str | None, option(OUTPUT, "Write results.json, results.md, plot.svg and plot.png there", "DIR")
+    ] = None,
 ) -> None:
     """Measure how often a draft agrees with the target, and the tokens per pass that it gives."""
-    refuse_outside("prompts", prompts, 1)
-    refuse_outside("max_new_tokens", max_new_tokens, 1)
     found, wanted, degrees = read_tasks(data, listed(tasks), prompts), chosen(listed(structures)), numbers(temperatures)
     if out is not None:
         refuse_unwritable(Path(out))
     pair = load_pair(replace(settings, draft=folder))
     from draftgraph.bench.draft import bench_draft
 
-    report = bench_draft(
+    measured = bench_draft(
         pair,
         found,
         structures=wanted,
@@ -69,17 +79,206 @@ def draft(
         seed=settings.seed or 0,
     )
     if (place := Path(folder).expanduser()).exists():
-        report = replace(report, draft=place.absolute().name)
+        measured = replace(measured, draft=place.absolute().name)
     if out is not None:
-        report.save(Path(out))
-        stderr_console().print(f"wrote {Path(out) / 'results.md'}", soft_wrap=True)
+        measured.save(Path(out))
+        say_written(Path(out) / "results.md")
     if settings.json:
-        write_json(report.to_dict())
+        write_json(measured.to_dict())
     else:
-        show(report)
+        show_tables(measured.tables(), measured.explanation)
 
 
-register(app, draft, only=OPTIONS)
+def run(
+    out: RunOut,
+    settings: Settings,
+    suite: Annotated[
+        str | None, option(RUNS, "How much to measure; other options win over it", choices=[*SUITES])
+    ] = None,
+    data: RunData = None,
+    inflate: Inflate = None,
+    tasks: Tasks = None,
+    prompts: Annotated[int | None, option(TASKS, f"Prompts of each task, {DEFAULT.prompts}", least=1)] = None,
+    new_tokens: Annotated[
+        int | None, option(RUNS, f"Tokens of an answer at most, {DEFAULT.new_tokens}", least=1)
+    ] = None,
+    modes: Annotated[
+        str | None,
+        option(
+            RUNS, f"chain-6: six levels; tree-32: so many nodes; hf, vllm: others'; left out: {ALL_MODES}", "MODE,MODE"
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None, option(RUNS, f"Answers of each mode to each prompt, {DEFAULT.repeats}", least=1)
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Also all modes hf-...", rich_help_panel=RUNS)
+    ] = False,
+    vllm: Annotated[
+        str | None, option(RUNS, "For modes vllm-...: python of an environment that has it", "PYTHON")
+    ] = None,
+    seconds: Seconds = None,
+) -> None:
+    """Time the modes on prompts, in turns; stopped at any time, the same command goes on."""
+    start = time.monotonic()
+    wanted = suite_named(suite).changed(
+        prompts=prompts, new_tokens=new_tokens, repeats=repeats, modes=None if modes is None else listed(modes)
+    )
+    refuse_unknown_shape(inflate)
+    if not wanted.modes:
+        raise UsageError(f"modes must name at least one, as in {ALL_MODES}")
+    for word in wanted.modes:
+        if word not in PEERS:
+            mode_named(word)
+    found, sampling = read_tasks(data or [OWN], listed(tasks), wanted.prompts), settings.sampling_arguments()
+    profile = None if settings.profile is None else settings.graph_config()
+    pair = load_pair(settings)
+    with busy("starting"):
+        from draftgraph.bench.speed import bench_run
+    measured = bench_run(
+        pair,
+        found,
+        Path(out),
+        modes=wanted.modes,
+        inflate=inflate,
+        max_new_tokens=wanted.new_tokens,
+        repeats=wanted.repeats,
+        temperature=sampling.get("temperature"),
+        top_p=sampling.get("top_p"),
+        seed=sampling.get("seed", 0),
+        transformers=transformers,
+        vllm=vllm,
+        seconds=None if seconds is None else seconds - (time.monotonic() - start),
+        names=shown_names(settings),
+        profile=profile,
+    )
+    if measured.measured < measured.planned:
+        kept = f"{measured.measured} of {measured.planned} measurements are in {Path(out) / FILE}"
+        complain(f"{kept}: the same command goes on")
+    elif measured.unscored:
+        complain(f"{measured.unscored} answers are not scored in float32 yet: the same command goes on")
+    show_speed(measured, settings)
+
+
+def paper(
+    out: RunOut,
+    settings: Settings,
+    data: RunData = None,
+    size: Annotated[str, option(RUNS, "How much is measured: small for a CPU", choices=[*SIZES])] = "full",
+    inflate: Inflate = None,
+    also_draft: Annotated[
+        list[str] | None, option(MODEL, "Another draft, to compare by size; may be given again", "MODEL")
+    ] = None,
+    seconds: Seconds = None,
+) -> None:
+    """Repeat the paper's experiments on a pair; stopped at any time, the same command goes on."""
+    start = time.monotonic()
+    if size not in SIZES:
+        raise UsageError(f"there is no size {size}: choose of {', '.join(SIZES)}")
+    refuse_unknown_shape(inflate)
+    others = by_name(also_draft or [])
+    tasks = {name: found for name, found in read_tasks(data or [OWN]).items() if name in (*MAIN, *UNLIKE, *FOREIGN)}
+    pair = load_pair(settings)
+    with busy("starting"):
+        from draftgraph.bench.paper.report import PaperReport
+        from draftgraph.bench.paper.study import bench_paper
+        from draftgraph.pair import load
+    done = bench_paper(
+        pair,
+        tasks,
+        Path(out),
+        drafts={
+            name: load(pair.target, model, **settings.given("device", "dtype")).draft for name, model in others.items()
+        },
+        size=SIZES[size],
+        inflate=inflate,
+        seed=settings.seed or 0,
+        seconds=None if seconds is None else seconds - (time.monotonic() - start),
+        names=shown_names(settings),
+    )
+    if not done:
+        complain(f"the study in {out} is not complete: the same command goes on")
+    if (study := PaperReport.of(Path(out).expanduser())) is None:
+        return
+    study.save(Path(out).expanduser())
+    if settings.json:
+        write_json(study.to_dict())
+    else:
+        show_study(study)
+
+
+def report(
+    folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="What bench run or bench paper had as --out")],
+    settings: Settings,
+    out: Annotated[str | None, option(OUTPUT, "Write one page of all that is named, and Markdown", "FILE")] = None,
+) -> None:
+    """Show what bench run and bench paper measured, and write their reports again; several as one page."""
+    places = [Path(folder).expanduser() for folder in folders]
+    if len(places) > 1 and out is None:
+        raise UsageError("several folders make one page: name it, as in --out report.html")
+    if out is not None and not out.endswith(".html"):
+        raise UsageError(f"--out {out} must end in .html")
+    found = [read_report(place) for place in places]
+    for place, one in zip(places, found, strict=True):
+        try:
+            one.save(place)
+        except OSError as error:
+            complain(f"the report is not written to {place}: {error.strerror or error}")
+    if out is not None:
+        parts = [one.to_part().named(place.resolve().name) for place, one in zip(places, found, strict=True)]
+        write_page(parts, "\n".join(one.to_markdown() for one in found), Path(out).expanduser())
+    if settings.json:
+        write_json([one.to_dict() for one in found] if len(found) > 1 else found[0].to_dict())
+        return
+    for one in found:
+        if isinstance(one, SpeedReport):
+            show_speed(one, settings)
+        else:
+            show_study(one)
+
+
+def read_report(folder: Path) -> SpeedReport | PaperReport:
+    """Of a run, or of a study, which has a folder for every item."""
+    if not (folder / FILE).exists() and any(folder.glob(f"*/{FILE}")):
+        from draftgraph.bench.paper.report import PaperReport
+
+        if (study := PaperReport.of(folder)) is not None:
+            return study
+    return SpeedReport.of(read_records(folder))
+
+
+def write_page(parts: list[Part], markdown: str, file: Path) -> None:
+    from draftgraph.bench.page import page
+    from draftgraph.models.cache import replacing
+
+    documents = {file: page(parts), file.with_suffix(".md"): markdown}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for place, content in documents.items():
+            with replacing(place) as partial:
+                partial.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out {file} cannot be written: {error.strerror or error}") from error
+    say_written(file)
+
+
+register(app, draft, only=("target", "device", "dtype", "seed", "json", "config", "debug"))
+RUN_OPTIONS = (
+    "target",
+    "draft",
+    "device",
+    "dtype",
+    "temperature",
+    "top_p",
+    "seed",
+    "profile",
+    "json",
+    "config",
+    "debug",
+)
+register(app, run, only=RUN_OPTIONS)
+register(app, report, only=("json", "config", "debug"))
+register(app, paper, only=("target", "draft", "device", "dtype", "seed", "json", "config", "debug"))
 
 
 def listed(names: str | None) -> list[str]:
@@ -104,13 +303,58 @@ def refuse_unwritable(folder: Path) -> None:
     from draftgraph.bench.plot import need_matplotlib
 
     need_matplotlib()
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    if unwritable_part(folder) is not None:
         raise UsageError(f"--out {folder} cannot be written: name another folder")
 
 
-def show(report: DraftReport) -> None:
-    show_tables(report.tables(), report.explanation)
+def refuse_unknown_shape(inflate: str | None) -> None:
+    if inflate is not None and inflate not in SHAPES:
+        raise UsageError(f"there is no shape {inflate}: choose of {', '.join(SHAPES)}")
+
+
+def shown_names(settings: Settings) -> dict[str, str | None]:
+    """Models as they were given, but for the way to a folder or file."""
+    names: dict[str, str | None] = {
+        name: shown_name(model) for name, model in settings.given("target", "draft").items()
+    }
+    if settings.target is None and settings.draft is None:
+        names["draft"] = "the default's"
+    if settings.draft == "none":
+        names["draft"] = None
+    return names
+
+
+def shown_name(model: str) -> str:
+    place = Path(model).expanduser()
+    return place.absolute().name if place.exists() else model
+
+
+def show_speed(measured: SpeedReport, settings: Settings) -> None:
+    from draftgraph.bench.speed_tables import explanation_of, settings_of, tables, title_of
+
+    if settings.json:
+        write_json(measured.to_dict())
+    elif measured.modes:
+        lines = f"{explanation_of(measured)}\n{title_of(measured)}; {settings_of(measured)}"
+        show_tables(tables(measured), lines, no_wrap=measured.label is None)
+
+
+def show_study(report: PaperReport) -> None:
+    for one in report.findings:
+        console().print(one.question, style="bold", soft_wrap=True)
+        console().print(f"{one.answer}\n", soft_wrap=True)
+
+
+def by_name(models: Sequence[str]) -> dict[str, str]:
+    """Drafts by the last part of how they were given: each has a folder of that name."""
+    named: dict[str, str] = {}
+    for model in models:
+        name = shown_name(model).rpartition("/")[2]
+        if name in named:
+            raise UsageError(f"two drafts are named {name}: {named[name]} and {model}; rename one")
+        named[name] = model
+    refuse_draft_names(named)
+    return named
 
 
 def show_tables(tables: Iterable[Titled], explanation: str, no_wrap: bool = True) -> None:
@@ -148,7 +392,7 @@ def longest_word(words: str) -> int:
 
 
 def drawn(table: Titled, no_wrap: bool) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    shown = plain_table()
     shown.padding = 0  # all of it in 80 columns: the box leaves a space between them
     shown.add_column(table.header[0], overflow="fold", min_width=FIRST)
     for name in table.header[1:]:

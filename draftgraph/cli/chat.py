@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftgraph.cli import figures
 from draftgraph.cli.errors import complain
-from draftgraph.cli.generate import show_figures
+from draftgraph.cli.generate import figures_table, show_figures, summary
 from draftgraph.cli.options import Settings
 from draftgraph.cli.terminal import busy, decoded, load_pair, stderr_console, write, write_json
 from draftgraph.errors import DraftGraphError, UsageError
@@ -121,7 +120,7 @@ def obey(line: str, conversation: Conversation) -> None:
     elif line == "/help":
         stderr_console().print(HELP)
     elif line == "/stats" and conversation.stats is not None:
-        stderr_console().print(figures.table(conversation.stats))
+        stderr_console().print(figures_table(conversation.stats))
     elif line == "/stats":
         complain("nothing was answered yet")
     else:
@@ -139,7 +138,7 @@ def answer(conversation: Conversation, line: str, settings: Settings, at_termina
                 for tokens in decoding:
                     if not settings.json:
                         write(text.push(tokens))
-                    show(figures.summary(decoding.stats))
+                    show(summary(decoding.stats))
                     if is_over():
                         break
         except KeyboardInterrupt:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from draftgraph.cli.errors import complain
 from draftgraph.cli.generate import Prompt, show_figures
-from draftgraph.cli.options import Settings, option, refuse_outside, shown_range
-from draftgraph.cli.terminal import busy, console, load_pair, read_prompt, stderr_console, write
+from draftgraph.cli.options import Settings, option
+from draftgraph.cli.terminal import busy, console, load_pair, read_prompt, say_written, stderr_console, write
 from draftgraph.errors import DraftGraphError, UsageError
 
 if TYPE_CHECKING:
@@ -30,27 +28,20 @@ DRAFTERS = {
 
 PANEL = "Steps and files"
 Format = Literal["json", "dot", "svg", "html"]
-FormatOption = Annotated[
-    Format | None, option(PANEL, "Left out: as --out ends, or for the terminal", "json|dot|svg|html")
-]
-Out = Annotated[str | None, option(PANEL, "Write to a file", "FILE")]
-OneStep = Annotated[int | None, option(PANEL, "Show this step only, 1 being the first", shown_range(1))]
-Steps = Annotated[int, option(PANEL, "Stop after so many steps", shown_range(1))]
 
 
 def inspect(
     prompt: Prompt,
     settings: Settings,
-    format: FormatOption = None,
-    out: Out = None,
-    step: OneStep = None,
-    steps: Steps = 8,
+    format: Annotated[
+        Format | None, option(PANEL, "Left out: as --out ends, or for the terminal", "json|dot|svg|html")
+    ] = None,
+    out: Annotated[str | None, option(PANEL, "Write to a file", "FILE")] = None,
+    step: Annotated[int | None, option(PANEL, "Show this step only, 1 being the first", least=1)] = None,
+    steps: Annotated[int, option(PANEL, "Stop after so many steps", least=1)] = 8,
 ) -> None:
     """Show what was drafted, merged, copied, checked and accepted in every step of an answer."""
     text = read_prompt(prompt)
-    if step is not None:
-        refuse_outside("step", step, 1)
-    refuse_outside("steps", steps, 1)
     config, sampling = settings.graph_config(), settings.sampling_arguments()
     if config.mode == "off":
         raise UsageError("mode off drafts nothing to look at: choose --mode graph, auto, tree or chain")
@@ -101,8 +92,14 @@ def present(report: GraphReport, output: Output, kind: Format | None, out: str |
     if out is None:
         write(document.removesuffix("\n") + "\n")
         return
-    write_atomically(Path(out), document)
-    stderr_console().print(f"wrote {out}")
+    from draftgraph.models.cache import replacing
+
+    try:
+        with replacing(Path(out)) as partial:
+            partial.write_text(document, encoding="utf-8")
+    except OSError as error:
+        raise DraftGraphError(f"cannot write {out}: {error.strerror or error}") from error
+    say_written(out)
 
 
 def rendered(report: GraphReport, output: Output, kind: Format, step: int | None) -> str:
@@ -132,21 +129,3 @@ def refuse_unwritable(path: Path) -> None:
         raise UsageError(f"--out {path}: there is no folder {folder}; make it first")
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"--out {path} cannot be written: name another file")
-
-
-def write_atomically(path: Path, document: str) -> None:
-    """The whole file or none of it."""
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(document)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(partial, 0o666 & ~umask)  # mkstemp gives files to their owner alone
-        os.replace(partial, path)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(partial)
-        if isinstance(error, OSError):
-            raise DraftGraphError(f"cannot write {path}: {error.strerror or error}") from error
-        raise

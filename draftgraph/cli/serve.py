@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from draftgraph.cli.chat import Target
 from draftgraph.cli.errors import complain
-from draftgraph.cli.options import Settings, option, refuse_outside
+from draftgraph.cli.options import Settings, option
 from draftgraph.cli.terminal import busy
 from draftgraph.errors import DraftGraphError
 
@@ -24,83 +25,49 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 KEYS = "DRAFTGRAPH_API_KEYS"
 
 
-def server(help: str, metavar: str | None = None, **more: Any) -> Any:
-    return option("Server", help, metavar, **more)
-
-
-def limit(help: str, metavar: str = "N>=1") -> Any:
-    return option("Limits", help, metavar)
-
-
-Host = Annotated[str, server("Address to listen on; 0.0.0.0: all of this machine's", "ADDRESS")]
-Port = Annotated[int, server("Port to listen on; 0: any that is free", "0..65535")]
-Name = Annotated[str | None, server("What clients call the model; left out: its name or folder")]
-KeyFile = Annotated[
-    str | None,
-    typer.Option(
-        "--api-keys",
-        help=f"Keys that are let in, one a line; further ones, with commas between them, from {KEYS}",
-        rich_help_panel="Server",
-        metavar="FILE",
-        show_envvar=False,
-    ),
-]
-CorsOrigin = Annotated[list[str] | None, server("Let pages from there ask; may be given again", "ORIGIN")]
-AllowHost = Annotated[list[str] | None, server("Answer under this name too; may be given again", "NAME")]
-VLLMMetrics = Annotated[bool, server("Figures of drafting also under vLLM's names")]
-LogPrompts = Annotated[bool, server("Write what is asked into the log")]
-MaxTexts = Annotated[int, limit("Requests answered together")]
-MaxWaiting = Annotated[int, limit("Requests that may wait besides; further ones get status 429", "N>=0")]
-MaxModelLen = Annotated[
-    int | None, limit("Tokens of a prompt and its answer; left out: all that the model takes", "N>=2")
-]
-MaxNewTokens = Annotated[
-    int | None, option("Sampling", "Of a chat that names no number; left out: as many as there is room for", "N>=1")
-]
-Temperature = Annotated[float, option("Sampling", "Of requests that name none; 0: greedy", "N>=0")]
-Slots = Annotated[
-    int | None, limit("Tokens that keys and values are kept of; left out: as half of the free memory allows", "N>=64")
-]
-PastTokens = Annotated[int, limit("Of earlier answers under the same key that new ones may copy from; 0: none", "N>=0")]
-Deadline = Annotated[float, limit("Seconds for one request", "SECONDS")]
-Grace = Annotated[float, limit("Seconds for requests under way when told to stop", "SECONDS")]
+server, limit, sampling = (partial(option, panel) for panel in ("Server", "Limits", "Sampling"))
 
 
 def serve(
     settings: Settings,
     model: Target = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    name: Name = None,
-    key_file: KeyFile = None,
-    cors_origin: CorsOrigin = None,
-    allow_host: AllowHost = None,
-    vllm_metrics: VLLMMetrics = False,
-    log_prompts: LogPrompts = False,
-    max_texts: MaxTexts = 64,
-    max_waiting: MaxWaiting = 256,
-    max_model_len: MaxModelLen = None,
-    slots: Slots = None,
-    past_tokens: PastTokens = 0,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = 1.0,
-    deadline: Deadline = 600.0,
-    grace: Grace = 30.0,
+    host: Annotated[str, server("Address to listen on; 0.0.0.0: all of this machine's", "ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, server("Port to listen on; 0: any that is free", least=0, most=65535)] = 8000,
+    name: Annotated[str | None, server("What clients call the model; left out: its name or folder")] = None,
+    key_file: Annotated[
+        str | None,
+        typer.Option(
+            "--api-keys",
+            help=f"Keys that are let in, one a line; further ones, with commas between them, from {KEYS}",
+            rich_help_panel="Server",
+            metavar="FILE",
+            show_envvar=False,
+        ),
+    ] = None,
+    cors_origin: Annotated[list[str] | None, server("Let pages from there ask; may be given again", "ORIGIN")] = None,
+    allow_host: Annotated[list[str] | None, server("Answer under this name too; may be given again", "NAME")] = None,
+    vllm_metrics: Annotated[bool, server("Figures of drafting also under vLLM's names")] = False,
+    log_prompts: Annotated[bool, server("Write what is asked into the log")] = False,
+    max_texts: Annotated[int, limit("Requests answered together", least=1)] = 64,
+    max_waiting: Annotated[int, limit("Requests that may wait besides; further ones get status 429", least=0)] = 256,
+    max_model_len: Annotated[
+        int | None, limit("Tokens of a prompt and its answer; left out: all that the model takes", least=2)
+    ] = None,
+    slots: Annotated[
+        int | None,
+        limit("Tokens that keys and values are kept of; left out: as half of the free memory allows", least=64),
+    ] = None,
+    past_tokens: Annotated[
+        int, limit("Of earlier answers under the same key that new ones may copy from; 0: none", least=0)
+    ] = 0,
+    max_new_tokens: Annotated[
+        int | None, sampling("Of a chat that names no number; left out: as many as there is room for", least=1)
+    ] = None,
+    temperature: Annotated[float, sampling("Of requests that name none; 0: greedy", "N>=0", least=0, most=100)] = 1.0,
+    deadline: Annotated[float, limit("Seconds for one request", "SECONDS", least=0.001)] = 600.0,
+    grace: Annotated[float, limit("Seconds for requests under way when told to stop", "SECONDS", least=0)] = 30.0,
 ) -> None:
     """Answer OpenAI's clients: chats and completions, many at once, with metrics and a playground."""
-    for given, value, least, most in (
-        ("port", port, 0, 65535),
-        ("max_texts", max_texts, 1, None),
-        ("max_waiting", max_waiting, 0, None),
-        ("max_model_len", max_model_len or 2, 2, None),
-        ("slots", slots or 64, 64, None),
-        ("past_tokens", past_tokens, 0, None),
-        ("max_new_tokens", max_new_tokens or 1, 1, None),
-        ("temperature", temperature, 0, 100),
-        ("deadline", deadline, 0.001, None),
-        ("grace", grace, 0, None),
-    ):
-        refuse_outside(given, value, least, most)
     settings = replace(settings, target=model or settings.target)
     graph = asdict(settings.graph_config())
     refuse_missing_packages()

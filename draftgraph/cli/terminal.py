@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
+from rich.table import Column, Table
 
 from draftgraph.cli.errors import complain
 from draftgraph.errors import UsageError
@@ -32,10 +36,25 @@ def stderr_console() -> Console:
     return console(stderr=True)
 
 
+def say_written(*files: object) -> None:
+    stderr_console().print(f"wrote {' and '.join(map(str, files))}", soft_wrap=True)
+
+
+def plain_table(*columns: Column | str) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+
+
+def right(header: str, style: str | None = None) -> Column:
+    return Column(header, justify="right", style=style or "")
+
+
 def read_prompt(prompt: str) -> str:
     """The prompt, from stdin if it is `-`."""
-    text = read_stdin() if prompt == "-" else prompt
-    checked_text(text, "the prompt")
+    text = decoded(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else prompt
+    try:  # bytes of the command line that are no text arrive as lone surrogates
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not UTF-8 text: see its character {error.start + 1}") from error
     if not text.strip():
         raise UsageError(
             "the prompt is empty: give some text" + (" on stdin" if prompt == "-" else ", or - to read stdin")
@@ -43,23 +62,11 @@ def read_prompt(prompt: str) -> str:
     return text
 
 
-def read_stdin() -> str:
-    return decoded(sys.stdin.buffer.read()).removesuffix("\n")
-
-
 def decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from error
-
-
-def checked_text(text: str, name: str) -> None:
-    """Bytes of the command line that are no text arrive as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: see its character {error.start + 1}") from error
 
 
 def write(text: str) -> None:
@@ -70,6 +77,12 @@ def write(text: str) -> None:
 
 def write_json(value: Any) -> None:
     write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def unwritable_part(folder: Path) -> Path | None:
+    """The part of a path that is there and stands in the way of writing to this folder."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    return None if existing.is_dir() and os.access(existing, os.W_OK) else existing
 
 
 @contextmanager

@@ -1,17 +1,19 @@
-"""`draftgraph tune`: how long passes take here, and what `auto` makes of it; `--search` is in `search.py`."""
+"""`draftgraph tune`: how long passes take here, and what `auto` makes of it; or the fastest setting of mode graph."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich import box
+import typer
 from rich.table import Table
 
-from draftgraph.cli.bench import refuse_unwritable
-from draftgraph.cli.options import Settings, option
-from draftgraph.cli.search import Data, NewTokens, Prompts, SaveProfile, Search, Seconds, Tasks, Trials, search_settings
-from draftgraph.cli.terminal import busy, console, load_pair, stderr_console, write_json
+from draftgraph.bench.tasks import read_tasks
+from draftgraph.cli.bench import listed, refuse_unwritable, show_tables, shown_names
+from draftgraph.cli.errors import complain
+from draftgraph.cli.options import OUTPUT, Settings, option
+from draftgraph.cli.terminal import busy, console, load_pair, plain_table, right, say_written, write_json
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,23 +21,27 @@ if TYPE_CHECKING:
 
 TUNE_OPTIONS = ("target", "draft", "device", "dtype", "k", "max_nodes", "max_depth", "seed", "json", "config", "debug")
 CHOICES = ("draft's best\ntoken right", "draft\nlevels", "checked\nnodes", "tokens\nper pass", "times as\nfast as off")
-Out = Annotated[
-    str | None,
-    option("Input and output", "Write latency.json and plots there; of a search, all it finds: search", "FOLDER"),
-]
+SEARCH, FOLDER = "Search", "search"
 
 
 def tune(
     settings: Settings,
-    out: Out = None,
-    search: Search = False,
-    data: Data = None,
-    tasks: Tasks = None,
-    prompts: Prompts = 4,
-    trials: Trials = 40,
-    new_tokens: NewTokens = 64,
-    seconds: Seconds = None,
-    save_profile: SaveProfile = None,
+    out: Annotated[
+        str | None,
+        option(OUTPUT, "Write latency.json and plots there; of a search, all it finds: search", "FOLDER"),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search the fastest setting of mode graph", rich_help_panel=SEARCH)
+    ] = False,
+    data: Annotated[list[str] | None, option(SEARCH, "JSON lines, a folder of them, own or hub:NAME", "PATH")] = None,
+    tasks: Annotated[str | None, option(SEARCH, "Files of the folder by name; left out: all", "NAME,NAME")] = None,
+    prompts: Annotated[int, option(SEARCH, "Prompts of each task, the first ones", least=1)] = 4,
+    trials: Annotated[int, option(SEARCH, "Settings to try, the paper's first", least=1)] = 40,
+    new_tokens: Annotated[int, option(SEARCH, "Tokens of an answer at most", least=1)] = 64,
+    seconds: Annotated[float | None, option(SEARCH, "Stop in time; the same command goes on", "N", least=1)] = None,
+    save_profile: Annotated[
+        str | None, option(OUTPUT, "Write the best setting there; left out: profile.toml in --out", "FILE")
+    ] = None,
 ) -> None:
     """Measure how long passes take on this machine, now, for mode auto to decide by; or search settings of graph."""
     if search:
@@ -56,7 +62,7 @@ def tune(
         report = measured(pair.decoder, config, target, None if pair.draft is None else settings.draft or "its own")
     if out is not None:
         report.save(Path(out))
-        stderr_console().print(f"wrote {Path(out) / 'latency.svg'}", soft_wrap=True)
+        say_written(Path(out) / "latency.svg")
     if settings.json:
         write_json(report.to_dict())
     else:
@@ -78,12 +84,12 @@ def show(report: TuneReport) -> None:
 
 def passes_table(report: TuneReport) -> Table:
     """Milliseconds, and passes of the target over one token behind the same text."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("nodes", justify="right")
     columns = [(name, curve, context) for name, curve in report.curves.items() for context in curve.contexts]
-    for name, _, context in columns:
-        table.add_column(f"{name}, text\nof {context}, ms", justify="right")
-        table.add_column("one-token\npasses", justify="right", style="dim")
+    headers = [
+        (right(f"{name}, text\nof {context}, ms"), right("one-token\npasses", style="dim"))
+        for name, _, context in columns
+    ]
+    table = plain_table(right("nodes"), *(header for both in headers for header in both))
     for nodes in sorted({nodes for curve in report.curves.values() for nodes in curve.nodes}):
         cells = [str(nodes)]
         for _, curve, context in columns:
@@ -95,9 +101,53 @@ def passes_table(report: TuneReport) -> Table:
 
 
 def choices_table(report: TuneReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for header in CHOICES:
-        table.add_column(header, justify="right")
+    table = plain_table(*map(right, CHOICES))
     for one in report.choices:
         table.add_row(f"{one.hit:.0%}", str(one.levels), str(one.nodes), f"{one.tokens:.2f}", f"{one.ratio:.2f}")
     return table
+
+
+def search_settings(
+    settings: Settings,
+    data: list[str] | None,
+    tasks: str | None,
+    prompts: int,
+    trials: int,
+    new_tokens: int,
+    seconds: float | None,
+    save_profile: str | None,
+    out: str | None,
+) -> None:
+    start = time.monotonic()
+    if given := settings.given("k", "max_nodes", "max_depth"):
+        raise UsageError(f"{next(iter(given))} is searched: leave it out with --search")
+    if not data:
+        raise UsageError("a search needs prompts: give --data a file of JSON lines, or a folder of them")
+    found = read_tasks(data, listed(tasks), prompts)
+    with busy("starting"):
+        from draftgraph.tuning.history import need_optuna
+
+        need_optuna()
+    folder = Path(out or FOLDER)
+    pair = load_pair(settings)
+    from draftgraph.tuning.search_tables import explanation_of, settings_of, tables, title_of
+    from draftgraph.tuning.searching import PROFILE, search
+
+    report = search(
+        pair,
+        found,
+        folder,
+        trials=trials,
+        max_new_tokens=new_tokens,
+        seconds=None if seconds is None else seconds - (time.monotonic() - start),
+        seed=settings.seed or 0,
+        names=shown_names(settings),
+        profile=save_profile,
+    )
+    if len(report.trials) < trials:
+        complain(f"{len(report.trials)} of {trials} trials are in {folder}: the same command goes on")
+    say_written(folder / "search.md", save_profile or folder / PROFILE)
+    if settings.json:
+        write_json(report.to_dict())
+    else:
+        show_tables(tables(report), f"{explanation_of(report)}\n{title_of(report)}; {settings_of(report)}")
