@@ -72,7 +72,7 @@ def test_an_answer_does_not_depend_on_how_many_tokens_come_in_a_step(tokens, siz
             now, rest = rest[:size], rest[size:]
             told = [{"logprob": -1.0, "top": []} for _ in now]
             piece = found.take(Progress("0", now, ["target"] * len(now), told, None, None if rest else "length"))
-            text, scored = text + piece.text, scored + [(one.token, one.start) for one in piece.scored]
+            text, scored = text + piece.text, scored + [(one.token, one.start) for one in piece.scores]
         return text, scored, found.tokens, found.finish_reason
 
     assert answer([1] * 41) == answer([*sizes, 1])

@@ -11,7 +11,7 @@ from draftgraph.inspect.theme import template
 
 
 def install(app: FastAPI) -> None:
-    """Serves the page, and a schema that says nothing of statuses which are never sent."""
+    """Serves the page, and a schema without statuses that are never sent."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

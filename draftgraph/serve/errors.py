@@ -57,7 +57,7 @@ class JSONAnswer(Response):
 
 
 class ClientGone(Exception):
-    """Nobody is there to read the answer."""
+    """The client disconnected."""
 
 
 def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -66,7 +66,7 @@ def refusal(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def failure(kind: str, message: str) -> ApiError:
-    """What a client is told of a job that failed; `kind` as in `Progress.error`, or "deadline" or "stopping"."""
+    """The answer to a job that failed; `kind` as in `Progress.error`, or "deadline" or "stopping"."""
     again = {"Retry-After": RETRY_SECONDS}
     if kind == "usage":
         return refusal(message)

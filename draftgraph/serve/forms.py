@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from draftgraph.serve.generation import Answer, Generation, Piece, Scored, Server
+from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
 from draftgraph.serve.schemas import ChatRequest, CompletionLogprobs, CompletionRequest, GenerationRequest
 from draftgraph.serve.text import AnswerText, TokenNames
 from draftgraph.serve.wire import Job
@@ -26,17 +26,17 @@ class Form:
         self._answers = list(self.generation.answers.values())
         self._server, self._body = server, body
 
-    def whole(self, pieces: list[Piece]) -> Body:
-        own = [[piece for piece in pieces if piece.index == answer.index] for answer in self._answers]
+    def whole(self, deltas: list[Delta]) -> Body:
+        own = [[delta for delta in deltas if delta.index == answer.index] for answer in self._answers]
         return self._with_head(self.whole_object, map(self._choice, own)) | {"usage": self.generation.usage()}
 
     def opening(self) -> list[Body]:
-        """Events before the first piece."""
+        """Events before the first delta."""
         return []
 
-    def event(self, piece: Piece) -> Body:
-        event = self._event(self._event_choice(piece))
-        return event if piece.trace is None else event | {"draftgraph": piece.trace}
+    def event(self, delta: Delta) -> Body:
+        event = self._event(self._event_choice(delta))
+        return event if delta.trace is None else event | {"draftgraph": delta.trace}
 
     def last(self) -> Body | None:
         return self._event() | {"usage": self.generation.usage()} if self._body.wants_usage else None
@@ -54,10 +54,10 @@ class Form:
             "choices": list(choices),
         }
 
-    def _choice(self, pieces: list[Piece]) -> Body:
+    def _choice(self, deltas: list[Delta]) -> Body:
         raise NotImplementedError
 
-    def _event_choice(self, piece: Piece) -> Body:
+    def _event_choice(self, delta: Delta) -> Body:
         raise NotImplementedError
 
 
@@ -73,27 +73,27 @@ class ChatForm(Form):
             for answer in self._answers
         ]
 
-    def _choice(self, pieces: list[Piece]) -> Body:
-        text = "".join(piece.text for piece in pieces)
+    def _choice(self, deltas: list[Delta]) -> Body:
+        text = "".join(delta.text for delta in deltas)
         return {
-            "index": pieces[-1].index,
+            "index": deltas[-1].index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(pieces),
-            "finish_reason": pieces[-1].finish_reason or "stop",
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": deltas[-1].finish_reason or "stop",
         }
 
-    def _event_choice(self, piece: Piece) -> Body:
+    def _event_choice(self, delta: Delta) -> Body:
         return {
-            "index": piece.index,
-            "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": self._logprobs([piece]),
-            "finish_reason": piece.finish_reason,
+            "index": delta.index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs([delta]),
+            "finish_reason": delta.finish_reason,
         }
 
-    def _logprobs(self, pieces: list[Piece]) -> Body | None:
+    def _logprobs(self, deltas: list[Delta]) -> Body | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs([one for piece in pieces for one in piece.scored], self._server.names)
+        return chat_logprobs([one for delta in deltas for one in delta.scores], self._server.names)
 
 
 class CompletionForm(Form):
@@ -114,63 +114,63 @@ class CompletionForm(Form):
             return ""
         return prompt if isinstance(prompt, str) else decode(self._tokenizer, prompt)
 
-    def _event_choice(self, piece: Piece) -> Body:
-        is_first = piece.index not in self._begun
-        self._begun.add(piece.index)
-        return self._choice([piece], with_prompt=is_first)
+    def _event_choice(self, delta: Delta) -> Body:
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        return self._choice([delta], with_prompt=is_first)
 
-    def _choice(self, pieces: list[Piece], with_prompt: bool = True) -> Body:
-        answer = self._answers[pieces[-1].index]
+    def _choice(self, deltas: list[Delta], with_prompt: bool = True) -> Body:
+        answer = self._answers[deltas[-1].index]
         prompt = self._prompt_texts[answer.index // self._body.choices]
         return {
             "index": answer.index,
-            "text": (prompt if with_prompt else "") + "".join(piece.text for piece in pieces),
-            "logprobs": self._logprobs(answer, pieces, len(prompt), with_prompt),
-            "finish_reason": pieces[-1].finish_reason,
+            "text": (prompt if with_prompt else "") + "".join(delta.text for delta in deltas),
+            "logprobs": self._logprobs(answer, deltas, len(prompt), with_prompt),
+            "finish_reason": deltas[-1].finish_reason,
         }
 
     def _logprobs(
-        self, answer: Answer, pieces: list[Piece], before: int, with_prompt: bool
+        self, answer: Answer, deltas: list[Delta], before: int, with_prompt: bool
     ) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
         names = self._server.names
-        found = completion_logprobs([one for piece in pieces for one in piece.scored], names, before)
+        found = completion_logprobs([one for delta in deltas for one in delta.scores], names, before)
         if not (with_prompt and self._body.echo):
             return found
-        prompt = completion_logprobs(self._scored_prompt(answer), names)
+        prompt = completion_logprobs(self._prompt_scores(answer), names)
         return {name: prompt[name] + found[name] for name in found}  # type: ignore[literal-required,return-value]
 
-    def _scored_prompt(self, answer: Answer) -> list[Scored]:
+    def _prompt_scores(self, answer: Answer) -> list[TokenScore]:
         text = AnswerText(self._tokenizer)
-        scored = []
-        for token, told in zip(answer.job["tokens"], answer.prompt_logprobs or [], strict=False):
+        scores = []
+        for token, found in zip(answer.job["tokens"], answer.prompt_logprobs or [], strict=False):
             start = text.length
             text.push(token)
-            scored.append(Scored.of(token, told, start, text.length))
-        return scored
+            scores.append(TokenScore.of(token, found, start, text.length))
+        return scores
 
 
-def chat_logprobs(scored: Sequence[Scored], names: TokenNames) -> Body:
-    def told(token: int, logprob: float) -> Body:
+def chat_logprobs(scores: Sequence[TokenScore], names: TokenNames) -> Body:
+    def entry(token: int, logprob: float) -> Body:
         return {"token": names.text(token), "logprob": logprob, "bytes": list(names.bytes(token))}
 
     content = [
-        told(one.token, one.logprob or 0.0) | {"top_logprobs": [told(*top) for top in one.top]} for one in scored
+        entry(one.token, one.logprob or 0.0) | {"top_logprobs": [entry(*top) for top in one.top]} for one in scores
     ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(scored: Sequence[Scored], names: TokenNames, offset: int = 0) -> CompletionLogprobs:
+def completion_logprobs(scores: Sequence[TokenScore], names: TokenNames, offset: int = 0) -> CompletionLogprobs:
     """`offset`: where the text that these tokens are counted in begins in the choice's."""
     return {
-        "tokens": [names.key(one.token) for one in scored],
-        "token_logprobs": [one.logprob for one in scored],
+        "tokens": [names.key(one.token) for one in scores],
+        "token_logprobs": [one.logprob for one in scores],
         "top_logprobs": [
             None
             if one.logprob is None
             else {names.key(token): logprob for token, logprob in [*one.top, (one.token, one.logprob)]}
-            for one in scored
+            for one in scores
         ],
-        "text_offset": [one.start + offset for one in scored],
+        "text_offset": [one.start + offset for one in scores],
     }

@@ -23,7 +23,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenScore:
     """A token, how likely the model thought it, and where its text begins and ends in the answer."""
 
     token: int
@@ -33,26 +33,26 @@ class Scored:
     end: int
 
     @classmethod
-    def of(cls, token: int, told: dict[str, Any] | None, start: int, end: int) -> Scored:
-        if told is None:  # nothing comes before the first token of a prompt
+    def of(cls, token: int, found: dict[str, Any] | None, start: int, end: int) -> TokenScore:
+        if found is None:  # nothing comes before the first token of a prompt
             return cls(token, None, [], start, end)
-        top = [(int(other), finite(logprob)) for other, logprob in told["top"]]
-        return cls(token, finite(told["logprob"]), top, start, end)
+        top = [(int(other), finite(logprob)) for other, logprob in found["top"]]
+        return cls(token, finite(found["logprob"]), top, start, end)
 
 
 @dataclass
-class Piece:
+class Delta:
     """What one step adds to an answer."""
 
     index: int
     text: str = ""
-    scored: list[Scored] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
     finish_reason: Finish | None = None
     trace: dict[str, Any] | None = None
 
     @property
-    def says_something(self) -> bool:
-        return bool(self.text or self.scored or self.finish_reason or self.trace)
+    def is_worth_sending(self) -> bool:
+        return bool(self.text or self.scores or self.finish_reason or self.trace)
 
 
 class Answer:
@@ -62,7 +62,7 @@ class Answer:
         self.index, self.job = index, job
         self._names = names
         self._text = AnswerText(tokenizer, stops)
-        self._scored: list[Scored] = []  # not told yet
+        self._scores: list[TokenScore] = []  # not sent yet
         self._started = time.monotonic()
         self.first_token_seconds: float | None = None
         self.tokens = 0
@@ -72,8 +72,8 @@ class Answer:
         self.stats: dict[str, Any] = {}
         self.finish_reason: Finish | None = None
 
-    def take(self, progress: Progress) -> Piece:
-        piece = Piece(self.index)
+    def take(self, progress: Progress) -> Delta:
+        delta = Delta(self.index)
         self.prompt_logprobs = progress.prompt_logprobs or self.prompt_logprobs
         self.stats = progress.stats or self.stats
         if progress.tokens:
@@ -81,17 +81,17 @@ class Answer:
             if self.first_token_seconds is None:
                 self.first_token_seconds = time.monotonic() - self._started
         texts = self._take_tokens(progress)
-        piece.text = "".join(texts)
+        delta.text = "".join(texts)
         if progress.finish_reason is not None and not self._text.stopped:
-            piece.text += self._text.finish()
+            delta.text += self._text.finish()
             self.finish_reason = "length" if progress.finish_reason == "length" else "stop"
         if self._text.stopped:
             self.finish_reason = "stop"
-        piece.finish_reason = self.finish_reason
-        piece.scored = self._told_scores()
+        delta.finish_reason = self.finish_reason
+        delta.scores = self._ready_scores()
         if self.job["trace"]:
-            piece.trace = self._trace(progress, texts)
-        return piece
+            delta.trace = self._trace(progress, texts)
+        return delta
 
     def _take_tokens(self, progress: Progress) -> list[str]:
         """The text that can be shown after each of them; none after a stop string."""
@@ -103,21 +103,21 @@ class Answer:
             self.tokens += 1
             self.sources[progress.sources[place]] += 1
             if progress.logprobs is not None:
-                self._scored.append(Scored.of(token, progress.logprobs[place], start, self._text.length))
+                self._scores.append(TokenScore.of(token, progress.logprobs[place], start, self._text.length))
             if self._text.stopped:
                 break
         return texts
 
-    def _told_scores(self) -> list[Scored]:
-        """Of tokens whose text is told; those of a stop string are not."""
+    def _ready_scores(self) -> list[TokenScore]:
+        """Of tokens whose text can be sent; those of a stop string cannot."""
         if self._text.stopped:
-            told, self._scored = [one for one in self._scored if one.start < self._text.length], []
+            sent, self._scores = [one for one in self._scores if one.start < self._text.length], []
         elif self.finish_reason is not None:
-            told, self._scored = self._scored, []
+            sent, self._scores = self._scores, []
         else:
-            ready = sum(one.end <= self._text.released for one in self._scored)
-            told, self._scored = self._scored[:ready], self._scored[ready:]
-        return told
+            ready = sum(one.end <= self._text.released for one in self._scores)
+            sent, self._scores = self._scores[:ready], self._scores[ready:]
+        return sent
 
     def _trace(self, progress: Progress, texts: list[str]) -> dict[str, Any]:
         tokens = [
@@ -155,19 +155,19 @@ class Generation:
             for index, job in enumerate(jobs)
         }
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Raises an ApiError if any of the jobs fails; closing it cancels what is left."""
         with closing(self._server.engine.submit(self._jobs)) as submission:
             async for progress in submission:
                 refuse_failed(progress)
                 answer = self.answers[progress.id]
-                piece = answer.take(progress)
+                delta = answer.take(progress)
                 if answer.finish_reason is not None:
                     if progress.finish_reason is None:
                         submission.cancel(progress.id)
                     self._server.metrics.count_answer(answer, time.monotonic() - self._started)
-                if piece.says_something:
-                    yield piece
+                if delta.is_worth_sending:
+                    yield delta
 
     def usage(self) -> Usage:
         answers = list(self.answers.values())

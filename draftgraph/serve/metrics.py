@@ -84,7 +84,7 @@ class Metrics:
                 self.per_token.observe((seconds - answer.first_token_seconds) / (answer.tokens - 1))
 
     def count_stats(self, progress: Progress) -> None:
-        """Of a job that is done, as far as the engine tells."""
+        """Of a job that is done, from the engine's figures."""
         stats = progress.stats or {}
         if (waited := stats.get("queue_seconds")) is not None:
             self.queue_seconds.observe(waited)

@@ -79,7 +79,7 @@ def listening(settings: ServerSettings) -> socket.socket:
 
 @contextlib.contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Requests and the engine's fate, one line each; of libraries, warnings only."""
+    """Requests and failures of the engine, one line each; of libraries, warnings only."""
     before = logging.root.manager.disable
     logging.disable(logging.NOTSET)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)

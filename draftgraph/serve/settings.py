@@ -21,7 +21,7 @@ class ServerSettings:
 
     model_name: str = "draftgraph"
 
-    # where it listens, and to whom
+    # where it listens, and who is let in
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody who can connect is let in
@@ -30,7 +30,7 @@ class ServerSettings:
     log_prompts: bool = False
     vllm_metrics: bool = False  # figures of drafting also under vLLM's names
 
-    # what a request gets that does not say
+    # defaults of a request
     temperature: float = 1.0  # as OpenAI has it
     max_tokens: int | None = None  # of a chat; None: as many as the context window has room for
 

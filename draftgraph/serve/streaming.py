@@ -1,4 +1,4 @@
-"""Answers while they come: server-sent events, and what happens when nobody reads them any more."""
+"""Answers while they come: server-sent events, which end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, json_bytes
 from draftgraph.serve.forms import Form
-from draftgraph.serve.generation import Piece
+from draftgraph.serve.generation import Delta
 
 logger = logging.getLogger("draftgraph.serve")
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is for nginx
@@ -23,27 +23,27 @@ T = TypeVar("T")
 
 
 async def respond(request: Request, form: Form, stream: bool, seconds: float) -> Response:
-    """The answer whole, or as a stream; a failure before its first piece is still a plain error."""
-    pieces = form.generation.pieces()
+    """The answer whole, or as a stream; a failure before its first delta is still a plain error."""
+    deltas = form.generation.deltas()
     if not stream:
-        async with aclosing(pieces):
-            return JSONAnswer(form.whole(await while_present(request.receive, gathered(pieces))))
-    first = await while_present(request.receive, anext(pieces, None))
-    return EventStream(events(form, first, pieces), pieces, seconds + SLOW_READER_SECONDS)
+        async with aclosing(deltas):
+            return JSONAnswer(form.whole(await while_present(request.receive, gathered(deltas))))
+    first = await while_present(request.receive, anext(deltas, None))
+    return EventStream(events(form, first, deltas), deltas, seconds + SLOW_READER_SECONDS)
 
 
-async def gathered(pieces: AsyncIterator[Piece]) -> list[Piece]:
-    return [piece async for piece in pieces]
+async def gathered(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in deltas]
 
 
-async def events(form: Form, first: Piece | None, rest: AsyncIterator[Piece]) -> AsyncGenerator[bytes, None]:
+async def events(form: Form, first: Delta | None, rest: AsyncIterator[Delta]) -> AsyncGenerator[bytes, None]:
     try:
         for body in form.opening():
             yield event(body)
         if first is not None:
             yield event(form.event(first))
-        async for piece in rest:
-            yield event(form.event(piece))
+        async for delta in rest:
+            yield event(form.event(delta))
         if last := form.last():
             yield event(last)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""The text of tokens: of an answer while they come, and of a single one where answers tell of tokens."""
+"""The text of tokens: of an answer while they come, and of a single token for log-probabilities."""
 
 from __future__ import annotations
 

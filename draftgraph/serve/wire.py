@@ -1,4 +1,4 @@
-"""What the API and the engine process tell each other: JSON objects, one a line."""
+"""The messages between the API and the engine process: JSON objects, one a line."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 LONGEST_LINE = 256 * 1024 * 1024  # the log-probabilities of a long prompt are long
 Job = dict[str, Any]  # the fields of draftgraph.batching.Job, which would import torch
-Told = TypeVar("Told", bound="Ready | Progress")
+Message = TypeVar("Message", bound="Ready | Progress")
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What an engine says when it can answer."""
+    """The first message of an engine: it can answer."""
 
     model: str
     context_window: int | None
@@ -54,7 +54,7 @@ def message(line: bytes) -> dict[str, Any]:
     return found
 
 
-def read(kind: type[Told], values: dict[str, Any]) -> Told:
-    """Fields that this side does not know are left out."""
+def read(kind: type[Message], values: dict[str, Any]) -> Message:
+    """A message as an object; fields that this version does not have are left out."""
     known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})
