@@ -20,7 +20,7 @@ from draftgraph.bench.structures import MODES, PEERS, chosen, mode_named
 from draftgraph.bench.suites import DEFAULT, SUITES, suite_named
 from draftgraph.bench.tasks import OWN, read_tasks
 from draftgraph.cli.errors import complain
-from draftgraph.cli.options import OUTPUT, Settings, option, refuse_outside, register
+from draftgraph.cli.options import MODELS, OUTPUT, REPORTS, Settings, option, refuse_outside, register
 from draftgraph.cli.terminal import busy, console, load_pair, plain_table, say_written, unwritable_part, write_json
 from draftgraph.errors import UsageError
 
@@ -148,7 +148,7 @@ def run(
         seed=sampling.get("seed", 0),
         transformers=transformers,
         vllm=vllm,
-        seconds=None if seconds is None else seconds - (time.monotonic() - start),
+        seconds=time_left(seconds, start),
         names=shown_names(settings),
         profile=profile,
     )
@@ -193,7 +193,7 @@ def paper(
         size=SIZES[size],
         inflate=inflate,
         seed=settings.seed or 0,
-        seconds=None if seconds is None else seconds - (time.monotonic() - start),
+        seconds=time_left(seconds, start),
         names=shown_names(settings),
     )
     if not done:
@@ -262,23 +262,10 @@ def write_page(parts: list[Part], markdown: str, file: Path) -> None:
     say_written(file)
 
 
-register(app, draft, only=("target", "device", "dtype", "seed", "json", "config", "debug"))
-RUN_OPTIONS = (
-    "target",
-    "draft",
-    "device",
-    "dtype",
-    "temperature",
-    "top_p",
-    "seed",
-    "profile",
-    "json",
-    "config",
-    "debug",
-)
-register(app, run, only=RUN_OPTIONS)
-register(app, report, only=("json", "config", "debug"))
-register(app, paper, only=("target", "draft", "device", "dtype", "seed", "json", "config", "debug"))
+register(app, draft, only=("target", "device", "dtype", "seed", *REPORTS))
+register(app, run, only=(*MODELS, "temperature", "top_p", "seed", "profile", *REPORTS))
+register(app, report, only=REPORTS)
+register(app, paper, only=(*MODELS, "seed", *REPORTS))
 
 
 def listed(names: str | None) -> list[str]:
@@ -296,6 +283,10 @@ def numbers(text: str) -> list[float]:
     if not values:
         raise UsageError("temperatures must name at least one, as in 0,0.7")
     return list(dict.fromkeys(values))
+
+
+def time_left(seconds: float | None, start: float) -> float | None:
+    return None if seconds is None else seconds - (time.monotonic() - start)
 
 
 def refuse_unwritable(folder: Path) -> None:

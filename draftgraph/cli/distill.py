@@ -6,14 +6,14 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Annotated, Any
 
-from draftgraph.cli.options import Settings, option
+from draftgraph.cli.options import REPORTS, Settings, option
 from draftgraph.cli.terminal import write_json
 from draftgraph.distillation import Recipe
 from draftgraph.distillation import distill as make_draft
 from draftgraph.distillation.recipe import OWN_PROMPTS, STEPS
 from draftgraph.errors import UsageError
 
-DISTILL_OPTIONS = ("target", "device", "dtype", "json", "config", "debug")
+DISTILL_OPTIONS = ("target", "device", "dtype", *REPORTS)
 USUAL = Recipe()
 TEMPERATURES = ",".join(f"{heat:g}" for heat in USUAL.temperatures)
 student, data, training, result = (partial(option, panel) for panel in ("Student", "Data", "Training", "Result"))

@@ -16,12 +16,12 @@ from rich.filesize import decimal
 
 from draftgraph import __version__
 from draftgraph.cli.errors import FAILED, described
-from draftgraph.cli.options import Settings
+from draftgraph.cli.options import MODELS, REPORTS, Settings
 from draftgraph.cli.terminal import busy, console, plain_table, unwritable_part, write_json
 from draftgraph.config import GraphConfig, Mode
 from draftgraph.errors import DraftGraphError
 
-DOCTOR_OPTIONS = ("target", "draft", "device", "dtype", "json", "config", "debug")
+DOCTOR_OPTIONS = (*MODELS, *REPORTS)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf", "triton")
 HUB_VARIABLES = ("HF_HUB_OFFLINE", "DRAFTGRAPH_OFFLINE", "HF_ENDPOINT", "HF_HOME")
 VOCABULARY = 24

@@ -24,6 +24,8 @@ from draftgraph.profile import read_profile
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 DTYPES = ["float32", "bfloat16", "float16", "float64", "auto"]
 OUTPUT = "Input and output"
+MODELS = ("target", "draft", "device", "dtype")  # common options that most commands take
+REPORTS = ("json", "config", "debug")
 
 
 def option(
@@ -172,7 +174,7 @@ class Settings:
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of `draftgraph.load`."""
-        return self.given("target", "draft", "device", "dtype")
+        return self.given(*MODELS)
 
     def graph_config(self, **changes: Any) -> GraphConfig:
         return GraphConfig(**self.profile_setting() | self.given("mode", "growth", "cost", *RANGES) | changes)

@@ -12,12 +12,12 @@ import typer
 
 from draftgraph.cli.chat import Target
 from draftgraph.cli.errors import complain
-from draftgraph.cli.options import Settings, option
+from draftgraph.cli.options import MODELS, Settings, option
 from draftgraph.cli.terminal import busy
 from draftgraph.errors import DraftGraphError
 
 SERVE_OPTIONS = (
-    *("target", "draft", "device", "dtype"),
+    *MODELS,
     *("mode", "k", "tau", "theta_prob", "theta_sib", "max_nodes", "max_depth", "chain_length", "growth", "cost"),
     *("profile", "config", "debug"),
 )

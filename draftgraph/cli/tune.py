@@ -10,16 +10,16 @@ import typer
 from rich.table import Table
 
 from draftgraph.bench.tasks import read_tasks
-from draftgraph.cli.bench import listed, refuse_unwritable, show_tables, shown_names
+from draftgraph.cli.bench import listed, refuse_unwritable, show_tables, shown_names, time_left
 from draftgraph.cli.errors import complain
-from draftgraph.cli.options import OUTPUT, Settings, option
+from draftgraph.cli.options import MODELS, OUTPUT, REPORTS, Settings, option
 from draftgraph.cli.terminal import busy, console, load_pair, plain_table, right, say_written, write_json
 from draftgraph.errors import UsageError
 
 if TYPE_CHECKING:
     from draftgraph.tuning.report import TuneReport
 
-TUNE_OPTIONS = ("target", "draft", "device", "dtype", "k", "max_nodes", "max_depth", "seed", "json", "config", "debug")
+TUNE_OPTIONS = (*MODELS, "k", "max_nodes", "max_depth", "seed", *REPORTS)
 CHOICES = ("draft's best\ntoken right", "draft\nlevels", "checked\nnodes", "tokens\nper pass", "times as\nfast as off")
 SEARCH, FOLDER = "Search", "search"
 
@@ -85,11 +85,10 @@ def show(report: TuneReport) -> None:
 def passes_table(report: TuneReport) -> Table:
     """Milliseconds, and passes of the target over one token behind the same text."""
     columns = [(name, curve, context) for name, curve in report.curves.items() for context in curve.contexts]
-    headers = [
-        (right(f"{name}, text\nof {context}, ms"), right("one-token\npasses", style="dim"))
-        for name, _, context in columns
-    ]
-    table = plain_table(right("nodes"), *(header for both in headers for header in both))
+    table = plain_table(right("nodes"))
+    for name, _, context in columns:
+        table.add_column(f"{name}, text\nof {context}, ms", justify="right")
+        table.add_column("one-token\npasses", justify="right", style="dim")
     for nodes in sorted({nodes for curve in report.curves.values() for nodes in curve.nodes}):
         cells = [str(nodes)]
         for _, curve, context in columns:
@@ -139,7 +138,7 @@ def search_settings(
         folder,
         trials=trials,
         max_new_tokens=new_tokens,
-        seconds=None if seconds is None else seconds - (time.monotonic() - start),
+        seconds=time_left(seconds, start),
         seed=settings.seed or 0,
         names=shown_names(settings),
         profile=save_profile,

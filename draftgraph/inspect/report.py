@@ -51,6 +51,7 @@ SETTINGS = {  # that the mode uses
     "graph": (*TREE_SETTINGS, "tau"),
     "auto": (*TREE_SETTINGS, "tau"),
 }
+
 # in the terminal
 COLORS = {
     "root": "bold",
@@ -61,6 +62,7 @@ COLORS = {
     "bonus": "bold green",
 }
 LARGEST_MASK = 64
+
 # in Graphviz's language
 STYLES = {"draft": "solid", "copied": "dotted", "merged": "dashed", "recycled": "dashed"}
 HEAD = """digraph draftgraph {
