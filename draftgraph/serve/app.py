@@ -17,7 +17,7 @@ from starlette.responses import Response
 from draftgraph import __version__
 from draftgraph.serve import docs_page, errors, playground
 from draftgraph.serve.engine import Engine
-from draftgraph.serve.errors import JSONAnswer, failure
+from draftgraph.serve.errors import JSONAnswer
 from draftgraph.serve.forms import ChatForm, CompletionForm
 from draftgraph.serve.generation import Server
 from draftgraph.serve.guard import BodyLimit, Counted, KeyRequired, OwnName
@@ -97,7 +97,7 @@ def generation_routes(server: Server) -> APIRouter:
     def maker(request: Request, body: GenerationRequest, prompt_field: str) -> JobMaker:
         if settings.log_prompts:
             logger.info("asked: %s", body.model_dump_json(exclude_none=True))
-        return JobMaker(settings, server.engine.ready, request.state.tenant, prompt_field)
+        return JobMaker(settings, server.engine.require_ready(), request.state.tenant, prompt_field)
 
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ERRORS | STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -135,11 +135,7 @@ def status_routes(server: Server) -> APIRouter:
     @router.get("/ready", tags=["status"], responses={503: ERRORS[503]})
     async def ready() -> Any:
         """Whether requests can be answered."""
-        if engine.closing:
-            raise failure("stopping", "the server is stopping")
-        if engine.ready is None:
-            raise failure("engine", "the model is not ready: try again later")
-        return JSONAnswer({"status": "ready"} | asdict(engine.ready))
+        return JSONAnswer({"status": "ready"} | asdict(engine.require_ready()))
 
     @router.get("/metrics", tags=["status"], response_class=Response)
     async def metrics() -> Response:

@@ -91,11 +91,16 @@ class Engine:
     def under_way(self) -> int:
         return len(self._submissions)
 
-    def submit(self, jobs: Sequence[Job]) -> Submission:
+    def require_ready(self) -> Ready:
+        """The facts of a model that can answer."""
         if self.closing:
             raise failure("stopping", "the server is stopping")
         if self.ready is None or self._writer is None:
             raise failure("engine", "the model is not ready: try again later")
+        return self.ready
+
+    def submit(self, jobs: Sequence[Job]) -> Submission:
+        self.require_ready()
         room = self._settings.max_texts + self._settings.max_waiting
         if len(jobs) > room:
             raise failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")

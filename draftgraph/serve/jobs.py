@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from draftgraph.serve.errors import ApiError, failure, refusal
+from draftgraph.serve.errors import ApiError, refusal
 from draftgraph.serve.schemas import (
     SEEDS,
     ChatRequest,
@@ -69,9 +69,7 @@ async def completion_jobs(body: CompletionRequest, prompts: Prompts, maker: JobM
 class JobMaker:
     """Checks what depends on the server's settings and on the model."""
 
-    def __init__(self, settings: ServerSettings, ready: Ready | None, tenant: str, prompt_field: str) -> None:
-        if ready is None:
-            raise failure("engine", "the model is not ready: try again later")
+    def __init__(self, settings: ServerSettings, ready: Ready, tenant: str, prompt_field: str) -> None:
         self._settings, self._ready, self._tenant = settings, ready, tenant
         self._prompt_field = prompt_field
         self.seed = secrets.randbelow(SEEDS)
