@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.best import best_logits
 from draftgraph.graph import Floats, Ints
+from draftgraph.kernels.best import best_logits
 
 KEPT = 16  # tokens of a node; noise may put any of them first
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.best import best_tokens
 from draftgraph.engine.capture import host_memory
 from draftgraph.engine.sampler import Sampling, SamplingData
 from draftgraph.engine.sampling import perturbed
 from draftgraph.graph import NO_TOKEN, Floats, Ints
+from draftgraph.kernels.best import best_tokens
 
 
 @dataclass(frozen=True)

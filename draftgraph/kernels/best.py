@@ -1,13 +1,33 @@
-"""The Triton kernels behind `best_tokens`: parts of a row are searched by programs of their own, then put together."""
+"""The best few tokens of every row of logits, and their probabilities: what a level of a draft is for."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from draftgraph.kernels.triton_or_stub import available, tl, triton
+
 PART = 2048  # columns that one program searches
+
+
+def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Columns and log-probabilities of the k best of each row, best first. # [rows, k] int64, [rows, k] float32"""
+    k = min(k, logits.shape[-1])
+    return best_tokens_triton(logits, k) if logits.is_cuda and available else best_tokens_reference(logits, k)
+
+
+def best_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same, with the logits themselves."""
+    k = min(k, logits.shape[-1])
+    if logits.is_cuda and available and logits.dtype != torch.float64:
+        return best_tokens_triton(logits, k, normalised=False)
+    best = torch.topk(logits, k)
+    return best.indices, best.values
+
+
+def best_tokens_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    best = torch.topk(torch.log_softmax(logits.float(), dim=-1), k)
+    return best.indices, best.values
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -50,7 +70,8 @@ def _join(  # type: ignore[no-untyped-def]
         value = tl.where(index == place, -float("inf"), value)
 
 
-def best_tokens(logits: Tensor, k: int, normalised: bool = True) -> tuple[Tensor, Tensor]:
+def best_tokens_triton(logits: Tensor, k: int, normalised: bool = True) -> tuple[Tensor, Tensor]:
+    """Parts of a row are searched by programs of their own, then put together."""
     rows, columns = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     parts = triton.cdiv(columns, PART)
