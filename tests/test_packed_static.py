@@ -20,7 +20,6 @@ from draftgraph.batching.seats import crowd_problem, packed_or_apart
 from draftgraph.compiled.passes import WORD
 from draftgraph.engine import packed_graph, packed_pass, packed_static
 from draftgraph.engine.capture import Captured
-from draftgraph.engine.fused_reference import MOVED_TOGETHER
 from draftgraph.engine.packed import PackedEngine, Part
 from draftgraph.engine.packed_graph import NAME
 from draftgraph.engine.packed_pass import Kind, PackedPassData, Piece, lay_out
@@ -29,6 +28,7 @@ from draftgraph.engine.pages import PAGE
 from draftgraph.engine.runner import EagerEngine
 from draftgraph.engine.sampler import Sampling
 from draftgraph.engine.sampling import Warping, reference
+from draftgraph.kernels.fused import MOVED_TOGETHER
 from draftgraph.noise import CHOICE, KeyedNoise, signed
 from draftgraph.ranking import Ranking
 

@@ -274,7 +274,7 @@ def test_kernels_compile_for_a_gpu(module: str, name: str, fixed: dict[str, int]
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from draftgraph.engine.fused_kernel import ROUNDING
+    from draftgraph.kernels.triton_or_stub import ROUNDING
 
     kernel = getattr(import_module(f"draftgraph.engine.{module}"), name)
     constants = fixed | ({"parts": 1} if ones and "parts" in kernel.arg_names else {})

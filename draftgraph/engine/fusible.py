@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftgraph.engine.fused import operations
-from draftgraph.engine.fused_reference import ACTIVATIONS, NORM_STYLES, NormStyle
+from draftgraph.kernels import fused
+from draftgraph.kernels.fused import ACTIVATIONS, NORM_STYLES, NormStyle
 
 EPSILONS = ("variance_epsilon", "eps")
 PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
@@ -50,7 +50,7 @@ def norm_style(module: nn.Module) -> NormStyle | None:
         trial.weight.copy_(other)
         return trial.forward(states)  # type: ignore[no-any-return]
 
-    return nearest(own, NORM_STYLES, lambda style: operations(weight.device).rms_norm(states, other, eps, style))
+    return nearest(own, NORM_STYLES, lambda style: fused.rms_norm(states, other, eps, style))
 
 
 def gate_activation(module: nn.Module, like: Tensor) -> str | None:
@@ -67,7 +67,7 @@ def gate_activation(module: nn.Module, like: Tensor) -> str | None:
         trial = deepcopy(module, {id(children[name]): StandIn(said[name]) for name in names})
         return trial.forward(gate)  # type: ignore[no-any-return]
 
-    return nearest(own, tuple(ACTIVATIONS), lambda activation: operations(like.device).gated(gate, up, activation))
+    return nearest(own, tuple(ACTIVATIONS), lambda activation: fused.gated(gate, up, activation))
 
 
 class StandIn(nn.Module):
@@ -95,7 +95,7 @@ def is_plain_rotary(own: Callable[..., Any], like: Tensor) -> bool:
     def turned(rotate: Callable[..., Any]) -> Tensor:
         return torch.cat(rotate(query, key, cos, sin), dim=1)
 
-    return nearest(lambda: turned(own), (operations(like.device).rotate,), turned) is not None
+    return nearest(lambda: turned(own), (fused.rotate,), turned) is not None
 
 
 def nearest(own: Callable[[], Tensor], ways: tuple[Way, ...], compute: Callable[[Way], Tensor]) -> Way | None:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftgraph.engine.fused import fused_kernel, operations
-from draftgraph.engine.fused_reference import NormStyle
 from draftgraph.engine.fusible import (
     ROTARY,
     epsilon,
@@ -24,6 +22,9 @@ from draftgraph.engine.fusible import (
     norm_style,
     rotary_namespaces,
 )
+from draftgraph.kernels import fused
+from draftgraph.kernels.fused import NormStyle
+from draftgraph.kernels.triton_or_stub import compiles_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,7 +36,7 @@ class Fusions:
         self._replacements: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []  # names, one of them, its meaning
         self._proved: dict[Any, Any] = {}
         like = next(model.parameters())
-        needless = like.is_cuda and fused_kernel(like.device) is None
+        needless = like.is_cuda and not compiles_for(like.device)
         if like.device.type in kinds and like.dtype in DTYPES and not needless:
             self._find(model, like)
 
@@ -67,10 +68,10 @@ class Fusions:
     def borrowed(self) -> Iterator[None]:
         before: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for names, name, fused in self._replacements:
-                if names.get(name) is not fused:  # a modeling file may be borrowed by another thread already
+            for names, name, quicker in self._replacements:
+                if names.get(name) is not quicker:  # a modeling file may be borrowed by another thread already
                     before.append((names, name, names.get(name)))
-                    names[name] = fused
+                    names[name] = quicker
             yield
         finally:
             for names, name, own in before:
@@ -82,9 +83,10 @@ class Fusions:
 
 def normed(module: Any, own: Callable[[Tensor], Tensor], style: NormStyle, *given: Tensor, **named: Tensor) -> Tensor:
     (states,) = *given, *named.values()
-    if states.dtype != module.weight.dtype or states.dim() > 4:
+    eps = epsilon(module)
+    if eps is None or states.dtype != module.weight.dtype or states.dim() > 4:
         return own(states)
-    return operations(states.device).rms_norm(states, module.weight, epsilon(module), style)  # type: ignore[no-any-return]
+    return fused.rms_norm(states, module.weight, eps, style)
 
 
 def gated(module: Any, activation: str, *given: Tensor, **named: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def gated(module: Any, activation: str, *given: Tensor, **named: Tensor) -> Tens
         gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
     else:
         gate, up = module.gate_proj(states), module.up_proj(states)
-    return module.down_proj(operations(gate.device).gated(gate, up, activation))  # type: ignore[no-any-return]
+    return module.down_proj(fused.gated(gate, up, activation))  # type: ignore[no-any-return]
 
 
 @cache
@@ -103,7 +105,7 @@ def rotary(own: Callable[..., Any]) -> Callable[..., Any]:
     def apply_rotary_pos_emb(*given: Any, **named: Any) -> Any:
         if named or len(given) != 4 or torch.is_grad_enabled() or not turns_whole_heads(*given):
             return own(*given, **named)
-        return operations(given[0].device).rotate(*given)
+        return fused.rotate(*given)
 
     return apply_rotary_pos_emb
 

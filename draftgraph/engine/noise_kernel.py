@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftgraph import noise
-from draftgraph.engine.fused_kernel import ROUNDING
+from draftgraph.kernels.triton_or_stub import ROUNDING
 
 BLOCK = 1024  # columns of one program
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from draftgraph.compiled import passes
 from draftgraph.compiled.passes import WORD
 from draftgraph.engine.capture import Captured, host_memory
-from draftgraph.engine.fused_reference import MOVED_TOGETHER
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_graph import PackedData
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.sampler import Sampling
 from draftgraph.engine.sampling import Warping
 from draftgraph.graph import Bools, Floats, Ints
+from draftgraph.kernels.fused import MOVED_TOGETHER
 from draftgraph.noise import signed
 
 Moves = tuple[Ints, Ints]  # from these slots to those

@@ -18,8 +18,6 @@ from torch import Tensor
 from draftgraph.compiled.passes import WORD
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
-from draftgraph.engine.fused import operations
-from draftgraph.engine.fused_reference import MOVED_TOGETHER
 from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.packed import PackedEngine, Part, Seat
 from draftgraph.engine.packed_graph import NAME, PackedData
@@ -30,6 +28,7 @@ from draftgraph.engine.sampling import MOST_KEPT, sample
 from draftgraph.engine.static import words_for
 from draftgraph.engine.static_cache import StaticCache
 from draftgraph.graph import Ints
+from draftgraph.kernels.fused import MOVED_TOGETHER, move_slots
 from draftgraph.models.cache import notice
 from draftgraph.ranking import KEPT, Ranking, packed
 
@@ -154,7 +153,7 @@ class PackedStaticEngine(PackedEngine):
 
     def _move_slots(self, sources: Tensor, targets: Tensor) -> None:
         for block in self.cache.blocks.values():
-            operations(block.device).move_slots(block, sources, targets)
+            move_slots(block, sources, targets)
 
     def _reserve_table(self, pages: int) -> None:
         if pages > self.most_pages:

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftgraph.engine.fused_kernel import ROUNDING
 from draftgraph.engine.noise_kernel import gumbel, row_key
 from draftgraph.engine.sampling import UNIT
+from draftgraph.kernels.triton_or_stub import ROUNDING
 
 PART = 2048  # columns that one program searches
 WHOLE = tl.constexpr(UNIT)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftgraph.engine.cache import SlotCache
-from draftgraph.engine.fused import operations
+from draftgraph.kernels.fused import write_slots
 
 Shape = tuple[int, int, torch.dtype, torch.device]  # heads, size of one, where and how they are kept
 
@@ -37,7 +37,6 @@ class StaticLayer(FixedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
-        write_slots = operations(self.keys.device).write_slots
         write_slots(self.keys, self.values, self.owner.slots, key_states, value_states)
         end = self.owner.shown
         return self.keys[:, :, :end], self.values[:, :, :end]

@@ -1,18 +1,54 @@
-"""The steps of `fused_reference` as Triton kernels, which round where PyTorch would."""
+"""Small steps of a pass, one kernel each: RMSNorm, rotary embedding, gated MLP, and slots of a cache.
+
+Each kernel rounds where PyTorch would.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
-from draftgraph.engine.fused_reference import MOVED_TOGETHER, NormStyle
+from draftgraph.kernels.triton_or_stub import ROUNDING, compiles_for, tl, triton
 
+
+class NormStyle(NamedTuple):
+    """Where families of models differ in their RMSNorm."""
+
+    offset: float  # added to the weight
+    rounds_first: bool  # to the dtype of the states, before the weight is applied
+
+
+NORM_STYLES = (
+    NormStyle(0.0, True),  # Llama, Mistral, Qwen, Phi-3
+    NormStyle(1.0, False),  # Gemma
+    NormStyle(0.0, False),  # OLMo-2, GPT-OSS
+)
 GATE_BLOCK = 1024  # columns of a program
-ROUNDING: dict[str, Any] = {"enable_fp_fusion": False}  # of every product, before it is added to another
+MOVED_TOGETHER = 16  # slots; what depends on each other must be among these
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "gelu": gelu,
+}
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
+    """Computed in float32. # [..., size], [size] -> [..., size]"""
+    compute = rms_norm_triton if compiles_for(states.device) else rms_norm_reference
+    return compute(states, weight, eps, style)
+
+
+def rms_norm_reference(states: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
+    exact = states.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    if style.rounds_first:
+        exact = exact.to(states.dtype).float()
+    return (exact * (weight.float() + style.offset)).to(states.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,7 +69,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     tl.store(place, (x * factor).to(out.dtype.element_ty), mask=there)
 
 
-def rms_norm(states: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
+def rms_norm_triton(states: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
     states = states if states.stride(-1) == 1 else states.contiguous()
     out = torch.empty_like(states)
     outer, middle, rows, size = (1,) * (4 - states.dim()) + states.shape
@@ -45,6 +81,22 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Te
         **ROUNDING,
     )  # fmt: skip
     return out
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of both. # [rows, heads, nodes, size] twice, [rows, nodes, size] twice"""
+    compute = rotate_triton if compiles_for(query.device) else rotate_reference
+    return compute(query, key, cos, sin)
+
+
+def rotate_reference(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos[:, None], sin[:, None]
+    return query * cos + half_turned(query) * sin, key * cos + half_turned(key) * sin
+
+
+def half_turned(states: Tensor) -> Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -83,7 +135,7 @@ def _rotate(  # type: ignore[no-untyped-def]
         _turn(place, written, cos, sin, size, block)
 
 
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     rows, heads, nodes, size = query.shape
     given = [part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, cos, sin)]
     given[2:] = [part.expand(rows, -1, -1) for part in given[2:]]
@@ -94,6 +146,16 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         *given, *turned, heads, *strides, size=size, block=block, num_warps=1, **ROUNDING
     )  # fmt: skip
     return turned
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What a gated MLP gives to its last layer. # [..., size], [..., size] -> [..., size]"""
+    compute = gated_triton if compiles_for(gate.device) else gated_reference
+    return compute(gate, up, activation)
+
+
+def gated_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return ACTIVATIONS[activation](gate) * up
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,7 +175,7 @@ def _gate(  # type: ignore[no-untyped-def]
     tl.store(out + row * size + column, (x * u).to(out.dtype.element_ty), mask=column < size)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def gated_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     size = gate.shape[-1]
     rows = [part.reshape(-1, size) for part in (gate, up)]
     flat, flat_up = (part if part.stride(1) == 1 else part.contiguous() for part in rows)
@@ -122,6 +184,17 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         flat, flat_up, out, flat.stride(0), flat_up.stride(0), size, activation=activation, block=GATE_BLOCK, **ROUNDING
     )
     return out
+
+
+def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+    """Into a cache. # [1, heads, capacity, size] twice, [nodes], [1, heads, nodes, size] twice"""
+    compute = write_slots_triton if compiles_for(keys.device) else write_slots_reference
+    compute(keys, values, slots, new_keys, new_values)
+
+
+def write_slots_reference(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+    keys.index_copy_(2, slots, new_keys)
+    values.index_copy_(2, slots, new_values)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -148,7 +221,7 @@ def _write_slots(  # type: ignore[no-untyped-def]
         _copy(source, values + head * values_head + slot * values_slot, value_size, value_block)
 
 
-def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+def write_slots_triton(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
     new_keys, new_values = (part if part.stride(-1) == 1 else part.contiguous() for part in (new_keys, new_values))
     strides = [stride for part in (keys, values, new_keys, new_values) for stride in part.stride()[1:3]]
     sizes = keys.shape[-1], values.shape[-1]
@@ -157,6 +230,19 @@ def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, n
         keys, values, slots.contiguous(), new_keys, new_values, keys.shape[1], *strides,
         size=sizes[0], value_size=sizes[1], block=blocks[0], value_block=blocks[1], num_warps=1, **ROUNDING
     )  # fmt: skip
+
+
+def move_slots(block: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Slots to other slots of all layers; of every MOVED_TOGETHER all are read before any is written.
+
+    # [layers, heads, capacity, size], [moves] int64 twice: a multiple of MOVED_TOGETHER, those to themselves do nothing
+    """
+    compute = move_slots_triton if compiles_for(block.device) else move_slots_reference
+    compute(block, sources, targets)
+
+
+def move_slots_reference(block: Tensor, sources: Tensor, targets: Tensor) -> None:
+    block.index_copy_(2, targets, block.index_select(2, sources))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -177,7 +263,7 @@ def _move_slots(  # type: ignore[no-untyped-def]
         tl.store(place + target[:, None] * states_slot, moved, mask=mask)
 
 
-def move_slots(block: Tensor, sources: Tensor, targets: Tensor) -> None:
+def move_slots_triton(block: Tensor, sources: Tensor, targets: Tensor) -> None:
     layers, heads, _, size = block.shape
     _move_slots[(layers, heads, len(sources) // MOVED_TOGETHER)](
         block, sources.contiguous(), targets.contiguous(), *block.stride()[:3],
