@@ -22,8 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from draftgraph.engine.sampler import Sampling
-from draftgraph.engine.sampling import Warping
+from draftgraph.engine.sampler import Sampling, Warping
 from draftgraph.graph import ROOT, Floats, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
 from draftgraph.ranking import Ranking

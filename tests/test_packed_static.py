@@ -26,9 +26,9 @@ from draftgraph.engine.packed_pass import Kind, PackedPassData, Piece, lay_out
 from draftgraph.engine.packed_static import NODES, PackedStaticEngine, StaticSeat
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.runner import EagerEngine
-from draftgraph.engine.sampler import Sampling
-from draftgraph.engine.sampling import Warping, reference
+from draftgraph.engine.sampler import Sampling, Warping
 from draftgraph.kernels.fused import MOVED_TOGETHER
+from draftgraph.kernels.sampling import sample_reference
 from draftgraph.noise import CHOICE, KeyedNoise, signed
 from draftgraph.ranking import Ranking
 
@@ -278,7 +278,7 @@ def test_tokens_of_all_texts_are_sampled_in_one_go() -> None:
                 for n in (sampling.warping.temperature, sampling.warping.top_p, sampling.warping.min_p)
             ]
             positions = len(part.seat.text) + part.depths + 1
-            expected = reference(
+            expected = sample_reference(
                 logits, torch.tensor([signed(sampling.key)]), torch.from_numpy(positions), *told, sampling.warping.top_k
             )
             assert found == expected.tolist()

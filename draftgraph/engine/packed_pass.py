@@ -17,8 +17,7 @@ from draftgraph.engine.capture import Captured, host_memory
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_graph import PackedData
 from draftgraph.engine.pages import PAGE
-from draftgraph.engine.sampler import Sampling
-from draftgraph.engine.sampling import Warping
+from draftgraph.engine.sampler import Sampling, Warping
 from draftgraph.graph import Bools, Floats, Ints
 from draftgraph.kernels.fused import MOVED_TOGETHER
 from draftgraph.noise import signed

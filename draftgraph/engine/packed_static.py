@@ -24,11 +24,11 @@ from draftgraph.engine.packed_graph import NAME, PackedData
 from draftgraph.engine.packed_pass import Kind, Moves, PackedPassData, Piece, Recorded, Rows, lay_out, next_pass
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.sampler import Sampling
-from draftgraph.engine.sampling import MOST_KEPT, sample
 from draftgraph.engine.static import words_for
 from draftgraph.engine.static_cache import StaticCache
 from draftgraph.graph import Ints
 from draftgraph.kernels.fused import MOVED_TOGETHER, move_slots
+from draftgraph.kernels.sampling import MOST_KEPT, sample
 from draftgraph.models.cache import notice
 from draftgraph.ranking import KEPT, Ranking, packed
 

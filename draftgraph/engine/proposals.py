@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftgraph.engine.capture import host_memory
 from draftgraph.engine.sampler import Sampling, SamplingData
-from draftgraph.engine.sampling import perturbed
 from draftgraph.graph import NO_TOKEN, Floats, Ints
 from draftgraph.kernels.best import best_tokens
+from draftgraph.kernels.noise import perturbed
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from draftgraph.engine.capture import Captured, host_memory
-from draftgraph.engine.sampling import Warping, sample
+from draftgraph.kernels.sampling import sample
 from draftgraph.noise import signed
+
+# In the order of `generate`: each sees what the one before it has left.
+FIELDS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+
+
+@dataclass(frozen=True)
+class Warping:
+    """What `sample` can do to scores."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, processors: LogitsProcessorList) -> Warping | None:
+        """What these processors do; None if that is anything else, or in another order."""
+        kinds = [type(processor) for processor in processors]
+        if kinds != [kind for kind in FIELDS if kind in kinds] or any(map(unusual, processors)):
+            return None
+        return cls(**{FIELDS[type(processor)]: getattr(processor, FIELDS[type(processor)]) for processor in processors})
+
+
+def unusual(processor: Any) -> bool:
+    filter_value = getattr(processor, "filter_value", -torch.inf)
+    return bool(filter_value != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1)
 
 
 @dataclass(frozen=True)

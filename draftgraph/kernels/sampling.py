@@ -1,22 +1,83 @@
-"""The Triton kernels behind `sample`: parts of a row are searched by programs of their own, then the best is checked.
+"""Sampled tokens of many nodes at once, on their device: the rule of `KeyedChooser` with the usual processors.
 
-Top-p and min-p are asked of the best token alone, and only if they remove it of the next: so nothing is sorted.
-Probabilities are added up as integers: the same sum in any order, so a row never depends on its neighbours.
+Every row is processed as `generate` does it, then the best of its scores plus the noise of its position is chosen.
+All but the number of top-k is data, so that the choice can be recorded once and replayed for any request; rows of
+several requests may each have their own, and that number too, up to MOST_KEPT.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from draftgraph.engine.noise_kernel import gumbel, row_key
-from draftgraph.engine.sampling import UNIT
-from draftgraph.kernels.triton_or_stub import ROUNDING
+from draftgraph.kernels.noise import gumbel, row_key
+from draftgraph.kernels.triton_or_stub import ROUNDING, available, tl, triton
+from draftgraph.noise import gumbel_rows
 
-PART = 2048  # columns that one program searches
+MOST_KEPT = 64  # tokens that top-k may keep where it is data
+UNIT = 2.0**40  # the highest probability of a row, as an integer
 WHOLE = tl.constexpr(UNIT)
+PART = 2048  # columns that one program searches
+
+
+def sample(
+    logits: Tensor,  # [rows, vocabulary]
+    key: Tensor,  # [1] or [rows] int64, of the noise: `KeyedNoise.stream_key`, signed
+    positions: Tensor,  # [rows] int64, of the tokens that are chosen
+    temperature: Tensor,  # [1] or [rows] float64, as the two below
+    top_p: Tensor,  # 1 keeps all
+    min_p: Tensor,  # 0 keeps all
+    top_k: int | Tensor = 0,  # or [rows] int64
+) -> Tensor:
+    """The chosen token of every row, whatever the other rows are. # [rows] int64"""
+    if logits.is_cuda and available:
+        return sample_triton(logits, key, positions, lowest_kept(logits, top_k), temperature, top_p, min_p)
+    return sample_reference(logits, key, positions, temperature, top_p, min_p, top_k)
+
+
+def lowest_kept(logits: Tensor, top_k: int | Tensor) -> Tensor:
+    """The lowest logit of each row that top-k keeps. # [rows] float32"""
+    if isinstance(top_k, Tensor):
+        best = torch.topk(logits, min(MOST_KEPT, logits.shape[1])).values
+        last = best.gather(1, (top_k - 1).clamp(0, best.shape[1] - 1)[:, None])[:, 0].float()
+        return last.where((top_k > 0) & (top_k < logits.shape[1]), -torch.inf)
+    if not 0 < top_k < logits.shape[1]:
+        return torch.full((len(logits),), -torch.inf, device=logits.device)
+    return torch.topk(logits, top_k, sorted=False).values.amin(dim=-1).float()
+
+
+def sample_reference(
+    logits: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_k: int | Tensor = 0,
+) -> Tensor:
+    scale = temperature.float()[:, None]
+    scores = logits.float() / scale
+    kept = scores >= lowest_kept(logits, top_k)[:, None] / scale
+    scores = scores.masked_fill(~kept, -torch.inf)  # also what is no number
+    highest = scores.amax(dim=-1, keepdim=True)
+    chances = torch.where(scores == highest, 0.0, scores - highest).exp()  # relative to the highest
+    removed = (removed_by_top_p(scores, chances, top_p) | (chances < min_p.float()[:, None])) & (highest < torch.inf)
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel_rows(key, positions, tokens)
+    return (scores.masked_fill(removed, -torch.inf).double() + noise).argmax(dim=-1)
+
+
+def removed_by_top_p(scores: Tensor, chances: Tensor, top_p: Tensor) -> Tensor:
+    """The lowest scores, as many as together have at most the rest of the probability; of equals the first tokens.
+
+    Sums of integers are the same in any order; transformers rounds them to float32, and so the bound.
+    """
+    order = scores.argsort(dim=-1, stable=True)
+    below = (chances * UNIT).long().gather(1, order).cumsum(dim=-1)
+    share = (below.double() / below[:, -1:].double()).float()
+    removed = (share <= (1 - top_p).float()[:, None]) & (top_p < 1)[:, None]
+    removed[:, -1] = False
+    return torch.empty_like(removed).scatter_(1, order, removed)
 
 
 @triton.jit
@@ -127,10 +188,15 @@ def _choose(  # type: ignore[no-untyped-def]
     tl.store(chosen + row, token)
 
 
-def sample(
+def sample_triton(
     logits: Tensor, key: Tensor, positions: Tensor, lowest: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """As `draftgraph.engine.sampling.sample`, with the lowest logit of each row that top-k keeps. # [rows] float32"""
+    """Takes the lowest logit of each row that top-k keeps. # [rows] float32
+
+    Parts of a row are searched by programs of their own, then the best is checked. Top-p and min-p are asked of the
+    best token alone, and only if they remove it of the next: so nothing is sorted. Probabilities are added up as
+    integers: the same sum in any order, so a row never depends on its neighbours.
+    """
     rows, columns = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     parts = triton.cdiv(columns, PART)

@@ -1,14 +1,12 @@
-"""The noise of `draftgraph.noise` inside Triton kernels: the same bits, and logarithms in float64."""
+"""Logits plus the keyed noise of `draftgraph.noise`. The kernels make the same bits, with logarithms in float64."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftgraph import noise
-from draftgraph.kernels.triton_or_stub import ROUNDING
+from draftgraph.kernels.triton_or_stub import ROUNDING, available, tl, triton
 
 BLOCK = 1024  # columns of one program
 
@@ -17,6 +15,22 @@ FIRST_SHIFT, SECOND_SHIFT, LAST_SHIFT = (tl.constexpr(shift) for shift in (noise
 FIRST_FACTOR, SECOND_FACTOR = (tl.constexpr(noise.signed(factor)) for _, factor in noise.MIX)
 LARGEST = tl.constexpr(2**63 - 1)
 SMALLEST = tl.constexpr(2.0**-52)
+
+
+def perturbed(logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+    """What a draft ranks in sampled text: logits, plus a temperature times the noise of each row's position and of the
+    tokens that the columns stand for. As many rows of each text.
+
+    # [rows, columns], [texts] int64, [rows] int64, [columns] int64, [texts] float64 -> [rows, columns] float32
+    """
+    compute = perturbed_triton if logits.is_cuda and available else perturbed_reference
+    return compute(logits, key, positions, tokens, temperature)
+
+
+def perturbed_reference(logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+    sharing = len(logits) // len(key)
+    keys, temperatures = (given.repeat_interleave(sharing) for given in (key, temperature))
+    return (logits.double() + temperatures[:, None] * noise.gumbel_rows(keys, positions, tokens)).float()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,11 +75,7 @@ def _perturb(  # type: ignore[no-untyped-def]
     tl.store(perturbed + row * columns + column, (logit + added).to(tl.float32), mask=there)
 
 
-def perturbed(logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """Logits, at each row's position, plus the noise of the tokens that their columns stand for, times a temperature.
-
-    # [rows, columns], [texts] int64, [rows] int64, [columns] int64, [texts] float64 -> [rows, columns] float32
-    """
+def perturbed_triton(logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
     rows, columns = len(logits), len(tokens)
     found = torch.empty((rows, columns), dtype=torch.float32, device=logits.device)
     _perturb[(rows, triton.cdiv(columns, BLOCK))](
