@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,23 +12,23 @@ import torch
 from kernel_tools import interpreter
 from torch import Tensor
 
-from draftgraph.engine import growth as reference
-from draftgraph.engine.growth import Growth
+from draftgraph.kernels import growth as kernels
+from draftgraph.kernels.growth import Growth
 
 Run = Callable[..., Growth]
 SHAPES = [(2, 8, 8), (3, 1, 1), (5, 8, 4), (12, 8, 2), (4, 4, 5)]  # levels, width, k
 
 
-def run(module: str, step: str, growth: Growth, *arguments: Any) -> Growth:
-    getattr(import_module(module), step)(growth, *arguments)
+def run(way: str, step: str, growth: Growth, *arguments: Any) -> Growth:
+    getattr(kernels, f"{step}_{way}")(growth, *arguments)
     return growth
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Run]:
-    pytest.importorskip("draftgraph.engine.growth_kernel", reason="Triton is not installed")  # here, to be compiled
+    pytest.importorskip("triton", reason="Triton is not installed")
     with interpreter() as call:
-        yield lambda *given: call(run, "draftgraph.engine.growth_kernel", *given)
+        yield lambda *given: call(run, "triton", *given)
 
 
 def proposals(rows: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +56,7 @@ def grow(levels: int, width: int, k: int, step: Run, device: str = "cpu") -> lis
 
 
 def plain(step: str, growth: Growth, *arguments: Any) -> Growth:
-    return run("draftgraph.engine.growth", step, growth, *arguments)
+    return run("reference", step, growth, *arguments)
 
 
 def assert_same(found: Growth, expected: Growth) -> None:
@@ -79,7 +78,7 @@ def test_the_kernels_do_the_same(interpreted: Run, shape: tuple[int, int, int]) 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_do_the_same_on_a_gpu(shape: tuple[int, int, int]) -> None:
     def on_gpu(step: str, growth: Growth, *arguments: Any) -> Growth:
-        return run("draftgraph.engine.growth_kernel", step, growth, *arguments)
+        return run("triton", step, growth, *arguments)
 
     for found, expected in zip(grow(*shape, on_gpu, "cuda"), grow(*shape, plain), strict=True):
         assert_same(found, expected)
@@ -100,8 +99,16 @@ def test_the_likeliest_open_nodes_are_expanded_and_nothing_behind_an_end() -> No
             assert int(after.next_positions[0, rank]) == 18 + int(after.depths[row])
 
 
-def test_there_is_a_module_for_every_device() -> None:
-    assert reference.steps_on(torch.device("cpu")) is reference
+def test_the_steps_on_a_cpu_are_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(step: str, growth: Growth, *arguments: Any) -> Growth:
+        getattr(kernels, step)(growth, *arguments)
+        return growth
+
+    expected = grow(4, 4, 5, plain)
+    for step in ("choose", "note"):
+        monkeypatch.setattr(kernels, f"{step}_triton", None)
+    for found, one in zip(grow(4, 4, 5, chosen), expected, strict=True):
+        assert_same(found, one)
 
 
 KINDS = {
@@ -129,7 +136,7 @@ def test_the_kernels_compile_for_a_gpu(name: str, fixed: dict[str, int]) -> None
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(import_module("draftgraph.engine.growth_kernel"), name)
+    kernel = getattr(kernels, name)
     kinds = KINDS | dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(fixed, "constexpr")
     signature = {argument: kinds.get(argument, "*i64") for argument in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)

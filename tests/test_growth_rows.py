@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,8 +12,10 @@ from kernel_tools import interpreter
 from test_growth import FIXED, KINDS, NUMBERS, assert_same, plain, run
 from torch import Tensor
 
-from draftgraph.engine.growth import ENDS, Growth, Shared, words_for
+from draftgraph.engine.packed_graph import PackedData
 from draftgraph.engine.pages import PAGE
+from draftgraph.kernels import growth as kernels
+from draftgraph.kernels.growth import ENDS, Growth, Shared, words_for
 
 Run = Callable[..., Growth]
 SHAPES = [(2, 8, 8), (5, 8, 4), (12, 8, 2), (4, 4, 5)]  # levels, width, k
@@ -25,9 +26,9 @@ TRASH = 3 * PAGE
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Run]:
-    pytest.importorskip("draftgraph.engine.growth_kernel", reason="Triton is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
     with interpreter() as call:
-        yield lambda *given: call(run, "draftgraph.engine.growth_kernel", *given)
+        yield lambda *given: call(run, "triton", *given)
 
 
 def shared_of(growth: Growth, levels: int, device: str) -> Shared:
@@ -37,7 +38,7 @@ def shared_of(growth: Growth, levels: int, device: str) -> Shared:
     for text in range(len(WISHES)):
         ends[text, : text + 1] = torch.arange(text + 1) * 7
     told = pages.to(device), torch.tensor(WISHES).clamp(max=levels).to(device), ends.to(device)
-    return Shared.of(*told, TRASH, growth.width, growth.bits.shape[-1])
+    return Shared.of(*told, TRASH, PAGE, growth.width, growth.bits.shape[-1])
 
 
 def proposals(rows: int, k: int, seed: int, text: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +107,7 @@ def test_every_text_proposes_what_it_would_alone(shape: tuple[int, int, int]) ->
 def test_nodes_see_and_write_their_own_text_and_who_is_through_sees_nothing(shape: tuple[int, int, int]) -> None:
     width = shape[1]
     for level, growth in enumerate(grow_rows(*shape, plain)[1::2]):
-        shared, data = growth.shared, growth.packed_level()
+        shared, data = growth.shared, PackedData(*growth.packed_level())
         assert shared is not None and data.starts.tolist() == [width * text for text in range(len(WISHES) + 1)]
         for text, wish in enumerate(WISHES):
             here = slice(text * width, (text + 1) * width)
@@ -142,7 +143,7 @@ def test_the_kernels_do_the_same(interpreted: Run, shape: tuple[int, int, int]) 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_do_the_same_on_a_gpu(shape: tuple[int, int, int]) -> None:
     def on_gpu(step: str, growth: Growth, *arguments: Any) -> Growth:
-        return run("draftgraph.engine.growth_kernel", step, growth, *arguments)
+        return run("triton", step, growth, *arguments)
 
     for found, expected in zip(grow_rows(*shape, on_gpu, "cuda"), grow_rows(*shape, plain), strict=True):
         assert_all_same(found, expected)
@@ -163,7 +164,7 @@ def test_the_kernels_compile_for_a_gpu(name: str, fixed: dict[str, int], missing
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(import_module("draftgraph.engine.growth_kernel"), name)
+    kernel = getattr(kernels, name)
     constants: dict[str, Any] = fixed | dict.fromkeys(missing[name])
     kinds = KINDS | dict.fromkeys(NUMBERS, "i32") | {"lengths": "*i32"} | dict.fromkeys(constants, "constexpr")
     signature = {argument: kinds.get(argument, "*i64") for argument in kernel.arg_names}

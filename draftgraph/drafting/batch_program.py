@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.capture import Captured, host_memory
-from draftgraph.engine.growth import Growth, Shared, steps_on
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_graph import PackedData
+from draftgraph.engine.pages import PAGE
 from draftgraph.engine.proposals import best_words
 from draftgraph.engine.row_data import Row, RowData
 from draftgraph.graph import Floats
+from draftgraph.kernels.growth import Growth, Shared, choose, note
 
 NEW_TOKENS = 32  # of one text, read at the root's level; more are read before
 USUAL = 4  # new tokens of a text, on average
@@ -63,10 +64,9 @@ class BatchProgram:
         self.data = RowData(texts, draft.pages, texts * NEW_TOKENS, draft.engine.slots, self.device)
         told = self.data.device
         shape = draft.width, growth.bits.shape[-1]
-        self.shared = Shared.of(told["pages"], told["levels"], told["ends"], draft.engine.slots, *shape)
+        self.shared = Shared.of(told["pages"], told["levels"], told["ends"], draft.engine.slots, PAGE, *shape)
         self.shared.slots.fill_(draft.engine.slots)
         growth.shared, growth.odds = self.shared, told["odds"]
-        self.steps = steps_on(self.device)
         self.seconds = 0.0  # that the host gave to the last run, waiting for it included
         self._report = host_memory(growth.report.shape, growth.report.dtype, self.device)
         self._told: Floats = self._report.numpy()
@@ -137,8 +137,8 @@ class BatchProgram:
         growth, engine = self.growth, self.draft.engine
 
         def expand() -> None:
-            self.steps.choose(growth, level, self.draft.readable)
-            seen = growth.packed_level()
+            choose(growth, level, self.draft.readable)
+            seen = PackedData(*growth.packed_level())
             logits = engine.graph_pass(growth.next_tokens, growth.next_positions, growth.next_slots, seen)
             self._propose(1 + level * growth.width, logits, growth.next_scores, growth.next_positions[0] + 1)
 
@@ -149,6 +149,6 @@ class BatchProgram:
         told = self.data.device
         noise = (told["keys"], told["temperatures"]) if self.sampled else None
         tokens, chances = best_words(logits, self.draft.written, self.growth.k, positions, noise)
-        self.steps.note(self.growth, first, scores, tokens, chances, None)
+        note(self.growth, first, scores, tokens, chances, None)
         here = slice(first, first + len(logits) // self.texts)
         self._report[here].copy_(self.growth.report[here], non_blocking=True)

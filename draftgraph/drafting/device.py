@@ -18,12 +18,13 @@ from torch import Tensor
 from draftgraph.compiled.passes import WORD
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
-from draftgraph.engine.growth import EVEN, Growth, steps_on
+from draftgraph.engine.graph_attention import GraphPass
 from draftgraph.engine.proposals import best_words
 from draftgraph.engine.runner import common_prefix
 from draftgraph.engine.sampler import SamplingData
 from draftgraph.engine.static import WIDTHS, PassData, StaticEngine, fill
 from draftgraph.graph import Floats, Ints
+from draftgraph.kernels.growth import EVEN, Growth, choose, note
 from draftgraph.models.cache import notice
 
 WIDTH = 8  # nodes that a level expands
@@ -59,7 +60,6 @@ class Program:
         self.draft, self.sampled, self.device = draft, sampled, draft.engine.device
         self._most = levels
         self.growth = Growth.of(levels, draft.width, draft.k, self.device)
-        self.steps = steps_on(self.device)
         self.noise = SamplingData(self.device)
         self._graphs = graph_memory(self.device)
         self._odds = host_memory(self.growth.odds.shape, self.growth.odds.dtype, self.device).fill_(1.0)
@@ -129,8 +129,8 @@ class Program:
         growth.length.fill_(self._aside)
 
         def expand() -> None:
-            self.steps.choose(growth, level, self.draft.readable)
-            seen = growth.level(level)
+            choose(growth, level, self.draft.readable)
+            seen = GraphPass(*growth.level(level))
             logits = engine.graph_pass(growth.next_tokens, growth.next_positions, growth.next_slots, seen)
             self._propose(1 + level * growth.width, logits, growth.next_scores, growth.next_positions[0] + 1)
 
@@ -140,7 +140,7 @@ class Program:
         """The children of the expansions from `first` on, whose next tokens have these positions."""
         noise = (self.noise.key, self.noise.temperature) if self.sampled else None
         tokens, chances = best_words(logits, self.draft.written, self.growth.k, positions, noise)
-        self.steps.note(self.growth, first, scores, tokens, chances, self.draft.is_end)
+        note(self.growth, first, scores, tokens, chances, self.draft.is_end)
         here = slice(first, first + len(logits))
         self._report[here].copy_(self.growth.report[here], non_blocking=True)
 

@@ -15,13 +15,13 @@ from draftgraph.drafting.batch_program import NEW_TOKENS, BatchProgram, GraphSea
 from draftgraph.drafting.device import WIDTH
 from draftgraph.drafting.model import DraftVocabulary
 from draftgraph.engine.capture import graph_memory
-from draftgraph.engine.growth import EVEN
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_static import at_least, up_to
 from draftgraph.engine.pages import OutOfPages, pages_for
 from draftgraph.engine.row_data import Row, ends_of
 from draftgraph.engine.runner import common_prefix
 from draftgraph.graph import Floats, Source
+from draftgraph.kernels.growth import EVEN
 from draftgraph.models.cache import notice
 from draftgraph.noise import signed
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from draftgraph.compiled.passes import WORD, pack
 from draftgraph.engine.capture import host_memory
-from draftgraph.engine.growth import ENDS, EVEN
 from draftgraph.engine.packed_graph import PackedData
 from draftgraph.engine.pages import PAGE
 from draftgraph.graph import Ints
+from draftgraph.kernels.growth import ENDS, EVEN
 
 NODE_PARTS = ("tokens", "positions", "slots", "ancestors")
 

@@ -5,22 +5,17 @@ One text's tree, or those of many texts, which grow side by side: every tensor t
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftgraph.compiled.passes import WORD
-from draftgraph.engine.graph_attention import GraphPass
-from draftgraph.engine.packed_graph import PackedData
-from draftgraph.engine.pages import PAGE
+from draftgraph.kernels.triton_or_stub import available, tl, triton
 
 ENDS = 8  # tokens behind which one of many texts drafts nothing; of more, the rest is drafted behind in vain
-
-
+BITS, END_TOKENS = tl.constexpr(WORD), tl.constexpr(ENDS)  # the same for kernels
 EVEN = 1.0, 1.0  # odds, of children and of best ones, that correct nothing
 
 
@@ -32,23 +27,25 @@ class Shared:
     kept.
     """
 
-    pages: Tensor  # int32 [texts, most pages]: see `PackedData`
+    pages: Tensor  # int32 [texts, most pages], of each text in its order
     levels: Tensor  # [texts], that count, the root's among them
     ends: Tensor  # [texts, ENDS], tokens that nothing follows; none: -1
     trash: int  # slot that anybody may write into
+    page: int  # slots of a page
     slots: Tensor  # [texts, slots], of the expanded nodes
     starts: Tensor  # int32 [texts + 1], of a level's nodes
     lengths: Tensor  # int32 [texts], of the text that a level's nodes see
     ancestors: Tensor  # [texts * width, words], that they see
 
     @classmethod
-    def of(cls, pages: Tensor, levels: Tensor, ends: Tensor, trash: int, width: int, words: int) -> Shared:
+    def of(cls, pages: Tensor, levels: Tensor, ends: Tensor, trash: int, page: int, width: int, words: int) -> Shared:
         texts, device = len(levels), levels.device
         return cls(
             pages,
             levels,
             ends,
             trash,
+            page,
             slots=torch.zeros(texts, words * WORD, dtype=torch.long, device=device),
             starts=torch.arange(0, (texts + 1) * width, width, dtype=torch.int32, device=device),
             lengths=torch.zeros(texts, dtype=torch.int32, device=device),
@@ -59,9 +56,9 @@ class Shared:
         """The places behind texts of these lengths. # [texts]"""
         number = torch.arange(self.slots.shape[1], device=length.device)
         place = length[:, None] + number
-        page = self.pages.gather(1, (place // PAGE).clamp(max=self.pages.shape[1] - 1)).long()
+        page = self.pages.gather(1, (place // self.page).clamp(max=self.pages.shape[1] - 1)).long()
         counts = number < (self.levels[:, None] - 1) * width
-        self.slots.copy_(torch.where(counts, page * PAGE + place % PAGE, self.trash))
+        self.slots.copy_(torch.where(counts, page * self.page + place % self.page, self.trash))
 
 
 @dataclass
@@ -121,17 +118,17 @@ class Growth:
     def texts(self) -> int:
         return len(self.length)
 
-    def level(self, number: int) -> GraphPass:
-        """What the chosen nodes of a level see."""
+    def level(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the chosen nodes of a level of one text see: the fields of a `GraphPass`."""
         first = 1 + number * self.width
         rows = self.bits[None, first : first + self.width]
-        return GraphPass(self.length, rows, self.next_positions, self.positions)
+        return self.length, rows, self.next_positions, self.positions
 
-    def packed_level(self) -> PackedData:
-        """What the nodes of many texts see that were chosen last."""
+    def packed_level(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+        """What the nodes of many texts see that were chosen last: the fields of a `PackedData`."""
         assert self.shared is not None
-        told = self.shared.starts, self.shared.lengths, self.shared.pages, self.shared.ancestors
-        return PackedData(*told, self.next_positions, self.positions, self.width)
+        shared = self.shared.starts, self.shared.lengths, self.shared.pages, self.shared.ancestors
+        return *shared, self.next_positions, self.positions, self.width
 
 
 def words_for(expansions: int) -> int:
@@ -140,6 +137,11 @@ def words_for(expansions: int) -> int:
 
 def choose(growth: Growth, level: int, readable: int) -> None:
     """Takes the likeliest open nodes, and prepares their pass; tokens from `readable` on are read as the one before."""
+    step = choose_triton if growth.tokens.is_cuda and available else choose_reference
+    step(growth, level, readable)
+
+
+def choose_reference(growth: Growth, level: int, readable: int) -> None:
     texts, width, shared = growth.texts, growth.width, growth.shared
     scores, chosen = torch.topk(growth.open.view(texts, -1), width)
     if shared is not None:
@@ -168,13 +170,85 @@ def choose(growth: Growth, level: int, readable: int) -> None:
         growth.next_slots.copy_(shared.slots[:, here].flatten())
         shared.lengths.copy_(growth.length.where(counts[:, 0], 0))
         first = torch.zeros_like(seen[0])
-        first[:, 0] = 1  # something that is there: who sees nothing has no answer
+        first[:, 0] = 1  # a node must see something that is there
         shared.ancestors.copy_(seen.where(counts[..., None], first).flatten(0, 1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose(  # type: ignore[no-untyped-def]
+    tokens, open_scores, parents, expanded, bits, depths, positions, length,
+    next_tokens, next_positions, next_slots, next_scores, levels, slots, lengths, ancestors,
+    first, nodes, words, k, last_token,
+    width: tl.constexpr, block: tl.constexpr, padded_words: tl.constexpr,
+):  # fmt: skip
+    """The last four pointers are those of `Shared`; none where a text is alone."""
+    text = tl.program_id(0)
+    expansions, here = nodes // k, text * nodes
+    place, rank = tl.arange(0, block), tl.arange(0, width)
+    score = tl.load(open_scores + here + place, mask=place < nodes, other=-float("inf"))
+    chosen, scores = tl.zeros([width], tl.int32), tl.zeros([width], tl.float32)
+    for step in tl.static_range(width):
+        best, at = tl.max(score, axis=0, return_indices=True)
+        score = tl.where(place == at, -float("inf"), score)
+        chosen, scores = tl.where(rank == step, at, chosen), tl.where(rank == step, best, scores)
+    if levels is not None:
+        counts = first < (tl.load(levels + text) - 1) * width
+        scores = tl.where(counts, scores, -float("inf"))
+    there = scores > -float("inf")
+    chosen = tl.where(there, chosen, 0)
+    slot = first + rank
+    above = text * expansions + tl.load(parents + here + chosen)
+    depth = tl.load(depths + above) + 1
+    end = tl.load(length + text)
+    token = tl.minimum(tl.load(tokens + here + chosen), last_token)
+    word = tl.arange(0, padded_words)
+    inside = (word < words)[None, :]
+    seen = tl.load(bits + above[:, None] * words + word[None, :], mask=inside, other=0)
+    one = tl.full([width], 1, tl.int64) << (slot % BITS).to(tl.int64)
+    own = tl.where((slot // BITS)[:, None] == word[None, :], one[:, None], 0)
+    expansion = text * expansions + 1 + slot
+    tl.store(open_scores + here + chosen, tl.full([width], -float("inf"), tl.float32))
+    tl.store(expanded + text * tl.maximum(expansions - 1, 1) + slot, tl.where(there, chosen, -1).to(tl.int64))
+    tl.store(bits + expansion[:, None] * words + word[None, :], seen | own, mask=inside)
+    tl.store(depths + expansion, depth)
+    tl.store(positions + text * words * BITS + slot, end - 1 + depth)
+    row = text * width + rank
+    tl.store(next_positions + row, end - 1 + depth)
+    tl.store(next_tokens + row, token)
+    tl.store(next_scores + row, scores)
+    if levels is None:
+        tl.store(next_slots + row, end + slot)
+    else:
+        tl.store(next_slots + row, tl.load(slots + text * words * BITS + slot))
+        tl.store(lengths + text, tl.where(counts, end, 0).to(lengths.dtype.element_ty))
+        first_alone = tl.where(word == 0, 1, 0)[None, :].to(tl.int64)
+        tl.store(
+            ancestors + row[:, None] * words + word[None, :], tl.where(counts, seen | own, first_alone), mask=inside
+        )
+
+
+def choose_triton(growth: Growth, level: int, readable: int) -> None:
+    words, nodes, shared = growth.bits.shape[-1], growth.tokens.shape[-1], growth.shared
+    told = (None,) * 4 if shared is None else (shared.levels, shared.slots, shared.lengths, shared.ancestors)
+    _choose[(growth.texts,)](
+        growth.tokens, growth.open, growth.parents, growth.expanded, growth.bits, growth.depths, growth.positions,
+        growth.length, growth.next_tokens, growth.next_positions, growth.next_slots, growth.next_scores, *told,
+        level * growth.width, nodes, words, growth.k, readable - 1,
+        width=growth.width, block=triton.next_power_of_2(nodes),
+        padded_words=triton.next_power_of_2(words), num_warps=4,
+    )  # fmt: skip
 
 
 def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor, is_end: Tensor | None) -> None:
     """Children [rows, k] of the expansions from `first` on, whose own paths have these scores. Behind an end comes
     nothing: of many texts each has its own ends."""
+    step = note_triton if growth.tokens.is_cuda and available else note_reference
+    step(growth, first, scores, tokens, chances, is_end)
+
+
+def note_reference(
+    growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor, is_end: Tensor | None
+) -> None:
     texts, k = growth.texts, growth.k
     rows = len(tokens) // texts
     here = slice(first * k, (first + rows) * k)
@@ -203,13 +277,47 @@ def corrected(growth: Growth, chances: Tensor) -> Tensor:
     return chances + odds.log() - (chances.exp() * (odds - 1)).log1p()
 
 
-def steps_on(device: torch.device) -> Any:
-    """What has `choose` and `note` for this device: kernels of one launch each, or this module."""
-    if device.type == "cuda":
-        try:
-            from draftgraph.engine import growth_kernel
-        except ImportError:
-            pass
-        else:
-            return growth_kernel
-    return sys.modules[__name__]
+@triton.jit  # type: ignore[untyped-decorator]
+def _note(  # type: ignore[no-untyped-def]
+    tokens, scores, open_scores, parents, expanded, report, odds, paths, proposed, chances, is_end, ends,
+    first, count, nodes, k, block: tl.constexpr,
+):  # fmt: skip
+    """One of `is_end`, by token, and `ends`, a few by text, is none."""
+    text, texts = tl.program_id(0), tl.num_programs(0)
+    place = tl.arange(0, block)
+    there = place < count
+    given = text * count + place
+    token = tl.load(proposed + given, mask=there, other=0)
+    chance = tl.load(chances + given, mask=there, other=0.0)
+    own_odds = tl.load(odds + 2 * text + (place % k == 0).to(tl.int32)).to(tl.float32)
+    corrected = chance + tl.log(own_odds) - tl.log(1.0 + tl.exp(chance) * (own_odds - 1.0))
+    score = tl.load(paths + given // k, mask=there, other=0.0) + corrected
+    ended = place < 0
+    if is_end is not None:
+        ended = ended | (tl.load(is_end + token, mask=there, other=0) != 0)
+    if ends is not None:
+        for one in tl.static_range(END_TOKENS):
+            ended = ended | (token == tl.load(ends + text * END_TOKENS + one))
+    here = text * nodes + first * k + place
+    tl.store(tokens + here, token, mask=there)
+    tl.store(scores + here, score, mask=there)
+    tl.store(open_scores + here, tl.where(ended, -float("inf"), score), mask=there)
+    row = first + place // k
+    tl.store(parents + here, row.to(tl.int64), mask=there)
+    column = report + (row * texts + text) * (2 * k + 1) + place % k
+    tl.store(column, token.to(tl.float64), mask=there)
+    tl.store(column + k, chance.to(tl.float64), mask=there)
+    before = text * tl.maximum(nodes // k - 1, 1)
+    node = tl.load(expanded + before + row - 1, mask=there & (row > 0), other=-1)
+    tl.store(column + 2 * k, node.to(tl.float64), mask=there & (place % k == 0))
+
+
+def note_triton(
+    growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor, is_end: Tensor | None
+) -> None:
+    count, ends = tokens.numel() // growth.texts, None if growth.shared is None else growth.shared.ends
+    _note[(growth.texts,)](
+        growth.tokens, growth.scores, growth.open, growth.parents, growth.expanded, growth.report, growth.odds,
+        scores, tokens.contiguous(), chances.contiguous(), is_end, ends,
+        first, count, growth.tokens.shape[-1], growth.k, block=triton.next_power_of_2(count), num_warps=1,
+    )  # fmt: skip
