@@ -33,7 +33,7 @@ import transformers
 from static_passes import BEST, Captured, StaticText, draft_level, many_recompiles, masked_kernels, static_forward
 
 from draftgraph.drafting.model import DraftVocabulary
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.runner import EagerEngine
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.graph import Bools, Ints

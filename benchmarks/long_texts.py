@@ -19,7 +19,7 @@ import torch
 
 import draftgraph
 from draftgraph.bench import inflate
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.static import StaticEngine
 from draftgraph.tuning.measure import branches
 

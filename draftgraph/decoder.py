@@ -20,7 +20,7 @@ from draftgraph.drafting.calibration import Calibration
 from draftgraph.drafting.device import WIDTH, DeviceDraft
 from draftgraph.drafting.device_batch import BatchDraft, SeatDraft
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.runner import Engine
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.engine.static import StaticEngine

@@ -14,7 +14,7 @@ from draftgraph.drafting.growers import Grown, LevelGrower, Limits, Sources, Ung
 from draftgraph.drafting.model import Asked, ModelProposer, Told
 from draftgraph.drafting.recycle import RecycleProposer
 from draftgraph.drafting.suffix import SuffixProposer
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.runner import Engine, common_prefix
 from draftgraph.errors import DraftGraphError
 from draftgraph.generation import Request

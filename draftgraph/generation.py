@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.fields import HONOURED, OTHER_METHODS, REFUSED, UNSET_BY_GENERATE, WITHOUT_EFFECT, setting
 

@@ -11,7 +11,7 @@ from families import FAMILIES, VOCAB, target_of
 
 from draftgraph import GraphDecoder, UnsupportedModelError
 from draftgraph.engine import selfcheck
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.runner import EagerEngine
 
 BRANCHING = [family for family in FAMILIES if family != "bloom"]

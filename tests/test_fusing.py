@@ -19,8 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.models.llama import modeling_llama
 
 from draftgraph.engine import static
-from draftgraph.engine.fusing import Fusions
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Fusions, Loan
 from draftgraph.engine.runner import EagerEngine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.kernels import fused

@@ -14,7 +14,7 @@ from families import FAMILIES, perturbed, target_of
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.cost import nodes_worth_checking
 from draftgraph.drafting.model import DraftVocabulary
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.static import StaticEngine
 from draftgraph.tuning import Curve, MeasuredCost, measure_pair
 from draftgraph.tuning.measure import SECONDS, Passes, branches, measure, widths_up_to

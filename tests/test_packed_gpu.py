@@ -17,7 +17,7 @@ from torch import Tensor
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch
 from draftgraph.batching.seats import packed_or_apart
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.packed import PackedEngine, Part
 from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.runner import EagerEngine

@@ -16,9 +16,9 @@ from draftgraph.drafting import device
 from draftgraph.drafting.device import WIDTH, DeviceDraft
 from draftgraph.drafting.model import DraftVocabulary, ModelProposer
 from draftgraph.engine import static
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.graph_attention import NAME
-from draftgraph.engine.loan import Loan
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import DraftGraphError

@@ -7,8 +7,8 @@ import pytest
 import torch
 from cli_tools import PROMPT, Runner, refused
 
-from draftgraph.engine import linear
-from draftgraph.engine.choices import Choices
+from draftgraph.kernels import linear
+from draftgraph.kernels.linear import Choices
 from draftgraph.tuning import Curve, Latencies, MeasuredCost, prices
 from draftgraph.tuning.report import HITS
 

@@ -23,8 +23,8 @@ from draftgraph.decoder import GraphDecoder
 from draftgraph.drafting.batch_program import GraphSeats
 from draftgraph.drafting.device_batch import BatchDraft
 from draftgraph.drafting.model import ModelProposer
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.capture import Captured
-from draftgraph.engine.loan import Loan
 from draftgraph.engine.packed import Part
 from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import OutOfPages

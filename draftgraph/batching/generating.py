@@ -11,7 +11,7 @@ from draftgraph.batching.text import Text
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder, fresh_seed
-from draftgraph.engine.loan import fingerprint, unwrapped
+from draftgraph.engine.borrowing import fingerprint, unwrapped
 from draftgraph.engine.packed_static import PackedStaticEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.static import StaticEngine

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.packed import PackedEngine, Part
 from draftgraph.engine.packed_static import PackedStaticEngine
-from draftgraph.engine.packing import free_memory
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import EagerEngine
@@ -28,6 +27,7 @@ from draftgraph.engine.selfcheck import (
 )
 from draftgraph.generation import context_window
 from draftgraph.graph import Bools, Ints
+from draftgraph.hardware import free_memory
 from draftgraph.models.cache import notice
 
 SHARE = 0.5  # of the memory that is free: what keys and values may take

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftgraph.distillation.sampler import Sampler
-from draftgraph.engine.loan import Loan, unwrapped
+from draftgraph.engine.borrowing import Loan, unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.fields import setting
 from draftgraph.generation import context_window

@@ -11,7 +11,7 @@ from draftgraph.bench.replay import Replay, Replayed
 from draftgraph.bench.report import DraftReport, Row, Selection, StructureFigures, heat
 from draftgraph.bench.structures import STRUCTURES
 from draftgraph.config import GraphConfig
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.models.progress import progress_bar
 from draftgraph.pair import Pair

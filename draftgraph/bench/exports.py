@@ -9,7 +9,7 @@ from typing import Any
 
 from draftgraph.bench.methods import MethodFailed
 from draftgraph.distillation.export import save_plain
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.models.faults import writing
 from draftgraph.models.progress import quiet_transformers
 from draftgraph.pair import Pair

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftgraph.engine.loan import adapters, unwrapped
+from draftgraph.engine.borrowing import adapters, unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.models.progress import progress_bar
 from draftgraph.models.student import is_plain, spread

@@ -20,7 +20,7 @@ from draftgraph.choose import DraftNoise
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
 from draftgraph.drafting.model import Perturb, mark_visible
-from draftgraph.engine.loan import Loan, unwrapped
+from draftgraph.engine.borrowing import Loan, unwrapped
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.errors import UnsupportedModelError, UsageError
 from draftgraph.graph import Bools, Floats, Ints

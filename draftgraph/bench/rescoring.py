@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from draftgraph.bench.gaps import Gaps
 from draftgraph.bench.sameness import STEPS_OF_A_TIE
 from draftgraph.choose import Prefix, process
-from draftgraph.engine.loan import Loan, unwrapped
+from draftgraph.engine.borrowing import Loan, unwrapped
 from draftgraph.models.student import is_plain
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from draftgraph.distillation.faults import naming_batch_size
 from draftgraph.distillation.rowattention import NAME
 from draftgraph.distillation.rowcache import RowCache, Rows
 from draftgraph.engine.attention import graph_masks, layer_kinds
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.models.cache import notice

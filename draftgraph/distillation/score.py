@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from draftgraph.distillation.faults import naming_batch_tokens
 from draftgraph.distillation.texts import Text, epoch_of, padded
-from draftgraph.engine.loan import evaluating
+from draftgraph.engine.borrowing import evaluating
 
 CHAIN = 8
 SCORED_TOKENS = 16384  # in one batch

@@ -22,7 +22,7 @@ from draftgraph.distillation.recipe import Recipe, loss_terms
 from draftgraph.distillation.score import Scores, mixed_precision, score
 from draftgraph.distillation.sharedhead import SharedHead
 from draftgraph.distillation.texts import Text, batch_of, epoch_of, learnt_places
-from draftgraph.engine.loan import evaluating
+from draftgraph.engine.borrowing import evaluating
 from draftgraph.errors import DraftGraphError
 from draftgraph.models.student import own_weights
 

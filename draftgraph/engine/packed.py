@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.engine.borrowing import NarrowLinears
 from draftgraph.engine.cache import SlotCache
-from draftgraph.engine.linear import NarrowLinears
 from draftgraph.engine.packed_attention import NAME, PackedPass, TextPart, slots_of
 from draftgraph.engine.packed_cache import PackedCache, bytes_per_slot
 from draftgraph.engine.pages import PAGE, Pages, pages_for

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftgraph.compiled.passes import WORD
+from draftgraph.engine.borrowing import Fusions
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
-from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.packed import PackedEngine, Part, Seat
 from draftgraph.engine.packed_graph import NAME, PackedData
 from draftgraph.engine.packed_pass import Kind, Moves, PackedPassData, Piece, Recorded, Rows, lay_out, next_pass

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.attention import graph_masks
+from draftgraph.engine.borrowing import NarrowLinears, adapters, unwrapped
 from draftgraph.engine.cache import SlotCache
-from draftgraph.engine.linear import NarrowLinears
-from draftgraph.engine.loan import adapters, unwrapped
 from draftgraph.engine.proposals import Wanted
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.sampler import Sampling

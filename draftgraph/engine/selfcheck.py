@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.choices import file_of
-from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
+from draftgraph.engine.borrowing import Loan, adapters, evaluating, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UnsupportedModelError, UsageError
 from draftgraph.graph import Bools, Ints
+from draftgraph.kernels.linear import file_of
 from draftgraph.models.cache import notice
 
 TEXT_LENGTH = 5

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from draftgraph.compiled import passes
 from draftgraph.compiled.passes import WORD
+from draftgraph.engine.borrowing import Fusions, NarrowLinears, fingerprint
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
-from draftgraph.engine.fusing import Fusions
 from draftgraph.engine.graph_attention import NAME, GraphPass
-from draftgraph.engine.linear import NarrowLinears
-from draftgraph.engine.loan import fingerprint
 from draftgraph.engine.proposals import Proposals, Wanted
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.runner import PREFILL_CHUNK

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import LoadError, UsageError
 from draftgraph.models.cache import replacing
 from draftgraph.models.faults import one_line, writing

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftgraph.engine.loan import adapters, unwrapped
+from draftgraph.engine.borrowing import adapters, unwrapped
 from draftgraph.errors import UsageError
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from draftgraph import __version__
-from draftgraph.engine.loan import unwrapped
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.runner import Engine
 from draftgraph.hardware import available_cores, device_name, digest
 

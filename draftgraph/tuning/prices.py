@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from draftgraph.config import GraphConfig
 from draftgraph.cost import CostModel
 from draftgraph.drafting.device import DeviceDraft
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.generation import context_window
 from draftgraph.models.cache import notice
 from draftgraph.stats import Stats

@@ -69,7 +69,7 @@ class TuneReport:
 def tune(decoder: GraphDecoder, config: GraphConfig, target: str, draft: str | None) -> TuneReport:
     """Measures now, whatever is known, and keeps the result for later starts. Only here products are chosen again, too:
     in half precision other ways of computing them may answer otherwise where two tokens tie."""
-    from draftgraph.engine.linear import choose_again
+    from draftgraph.kernels.linear import choose_again
     from draftgraph.tuning import store
     from draftgraph.tuning.prices import SMALLEST, measured_pricing
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftgraph.bench.structures import mode_named
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.proposals import Wanted
 from draftgraph.engine.runner import Engine
 from draftgraph.graph import Bools, Ints, TokenTree

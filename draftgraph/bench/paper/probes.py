@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftgraph.bench.runs import Record
 from draftgraph.bench.structures import mode_named
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
 from draftgraph.graph import TokenGraph, TokenTree
 from draftgraph.trace import Step
 
