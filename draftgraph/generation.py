@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from draftgraph.fields import HONOURED, OTHER_METHODS, REFUSED, UNSET_BY_GENERAT
 
 # What `generate` adds to every request by itself.
 PASSED_ALONG = frozenset(("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"))
+PREPARING = RLock()  # stop strings are taken out of a model's own configuration meanwhile
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def prepare(target: Any, input_ids: Tensor, tokenizer: Any = None, **arguments: 
     """Lets `generate` prepare one prompt [1, length]: its defaults, processors and stop conditions."""
     model = unwrapped(target)
     refuse_fields(model, arguments)
-    with own_stop_strings(model, arguments, tokenizer) as arguments:
+    with PREPARING, own_stop_strings(model, arguments, tokenizer) as arguments:
         mask = torch.ones_like(input_ids)
         try:
             return model.generate(input_ids, attention_mask=mask, custom_generate=capture, **arguments)  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from draftgraph.distillation.faults import naming_batch_size
 from draftgraph.distillation.rowattention import NAME
 from draftgraph.distillation.rowcache import RowCache, Rows
 from draftgraph.engine.attention import graph_masks, layer_kinds
-from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.borrowing import Loan, borrowed_attention, configs_of
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.selfcheck import checked_engine
 from draftgraph.models.cache import notice
@@ -226,15 +226,7 @@ def rounded(length: int) -> int:
     return -(-length // ROUND) * ROUND
 
 
-@contextmanager
-def by_rows(model: Any) -> Iterator[None]:
+def by_rows(model: Any) -> AbstractContextManager[None]:
     """Inside, a model with `sdpa` attention uses `row_attention`."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    switched = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
-    for config in switched:
-        config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        for config in switched:
-            config._attn_implementation_internal = "sdpa"
+    switched = [config for config in configs_of(model) if getattr(config, "_attn_implementation", None) == "sdpa"]
+    return borrowed_attention(model, switched, {"_attn_implementation": NAME})

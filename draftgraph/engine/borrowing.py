@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
+from threading import Lock, RLock
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -50,65 +52,144 @@ def fingerprint(model: Any) -> list[Any]:
     return [adapters(model), *(weight.data_ptr() for weight in model.parameters())]
 
 
+class Borrowed:
+    """What all users of one model share, whatever their thread: a lock, and what loans have changed in it.
+
+    Whoever changes the model's modules or configurations for a pass holds the lock until they are put back. Loans of
+    several users may overlap: the first changes the model, the last puts it back.
+    """
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self._loans = 0
+        self._before: list[tuple[Change, Any]] = []  # what was changed, and what it was
+
+    def changes_of(self, find: Callable[[], list[Change]]) -> list[Change]:
+        """Those that are found in the model as it is when nobody borrows it."""
+        with self.lock:
+            return [*(change for change, _ in self._before), *find()]
+
+    def lend(self, changes: list[Change]) -> None:
+        with self.lock:
+            self._loans += 1
+            for change in changes:
+                if (before := change.get()) != change.value:
+                    self._before.append((change, before))
+                    change.set(change.value)
+
+    def take_back(self) -> None:
+        with self.lock:
+            self._loans -= 1
+            if not self._loans:
+                for change, before in self._before:
+                    change.set(before)
+                self._before.clear()
+
+
+class Change(NamedTuple):
+    """Of a module's training mode, or of a configuration's attention."""
+
+    holder: Any
+    value: Any
+
+    def get(self) -> Any:
+        return self.holder.training if isinstance(self.holder, nn.Module) else self.holder._attn_implementation
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.holder, nn.Module):
+            self.holder.training = value
+        else:
+            self.holder._attn_implementation_internal = value
+
+
+_borrowed: WeakKeyDictionary[Any, Borrowed] = WeakKeyDictionary()
+_guard = Lock()  # of the table above and of modeling files; whoever holds it waits for nothing
+
+
+def borrowed_of(model: Any) -> Borrowed:
+    with _guard:
+        return _borrowed.setdefault(unwrapped(model), Borrowed())
+
+
+def pass_lock(model: Any) -> RLock:
+    """Held by a pass of this model: its modules and configurations are then those of one thread."""
+    return borrowed_of(model).lock
+
+
 class Loan:
     """While entered: no gradients, evaluation mode, attention that takes masks. May be entered again and again."""
 
     def __init__(self, *models: Any) -> None:
-        modules = [module for model in models for module in model.modules()]
-        self._training = [module for module in modules if module.training]
-        self._attention = [
-            (config, config._attn_implementation, replacement)
-            for model in models
-            for config, replacement in _configs_to_switch(model)
-        ]
+        found = ((borrowed_of(model), partial(changes_for_graphs, model)) for model in models)
+        self._changes = [(borrowed, borrowed.changes_of(find)) for borrowed, find in found]
         self._no_grad = torch.no_grad()
 
     def __enter__(self) -> None:
         self._no_grad.__enter__()
-        for module in self._training:
-            module.training = False
-        for config, _, replacement in self._attention:
-            config._attn_implementation_internal = replacement
+        for borrowed, changes in self._changes:
+            borrowed.lend(changes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for config, original, _ in self._attention:
-            config._attn_implementation_internal = original
-        for module in self._training:
-            module.training = True
+        for borrowed, _ in self._changes:
+            borrowed.take_back()
         self._no_grad.__exit__(kind, error, trace)
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Evaluation mode, and the training flags of every module as they were after it."""
-    training = [module for module in model.modules() if module.training]
+    borrowed = borrowed_of(model)
+    borrowed.lend(borrowed.changes_of(partial(changes_to_evaluate, model)))
     try:
-        for module in training:
-            module.training = False
         yield
     finally:
-        for module in training:
-            module.training = True
+        borrowed.take_back()
 
 
-def _configs_to_switch(model: Any) -> list[tuple[Any, str]]:
-    """Configurations whose attention cannot take a graph's mask, and the implementation to use instead."""
+def changes_to_evaluate(model: Any) -> list[Change]:
+    return [Change(module, False) for module in model.modules() if module.training]
+
+
+def changes_for_graphs(model: Any) -> list[Change]:
+    """The same, and another attention where a configuration's cannot take a graph's mask."""
     replacement = "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) else "eager"
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    implementations = ((config, getattr(config, "_attn_implementation", None)) for config in configs.values())
-    return [(config, replacement) for config, name in implementations if name is not None and name not in MASKABLE]
+    implementations = ((config, getattr(config, "_attn_implementation", None)) for config in configs_of(model))
+    switched = [config for config, name in implementations if name is not None and name not in MASKABLE]
+    return [*changes_to_evaluate(model), *(Change(config, replacement) for config in switched)]
+
+
+def configs_of(model: Any) -> list[Any]:
+    """The configurations of all modules."""
+    return list({id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values())
+
+
+@contextmanager
+def borrowed_attention(model: Any, configs: list[Any], names: dict[str, str]) -> Iterator[None]:
+    """For one pass of a model: implementations by the names that its configurations have for them, such as
+    `_attn_implementation`, in place of those that the user chose."""
+    with pass_lock(model):
+        before = [(config, name, getattr(config, name, None)) for config in configs for name in names]
+        try:
+            for config, name, _ in before:
+                setattr(config, f"{name}_internal", names[name])
+            yield
+        finally:
+            for config, name, value in before:
+                setattr(config, f"{name}_internal", value)
 
 
 class NarrowLinears:
     """The large linear layers of a model, which take the best way while `borrowed`, if there are few rows."""
 
     def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cpu", "cuda")) -> None:
+        self._lock = pass_lock(model)
+        with self._lock:
+            found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_borrowable(module)]
         groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and is_borrowable(module) and module.weight.device.type in kinds:
-                groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
+        for module in (module for module in found if module.weight.device.type in kinds):
+            groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
         self._modules = [module for group in groups.values() for module in group]
         self._most = max((linear.WIDTHS[device.type][-1] for _, _, device in groups), default=0)
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = [
@@ -121,16 +202,16 @@ class NarrowLinears:
 
     @contextmanager
     def borrowed(self, rows: int) -> Iterator[None]:
-        if rows > self._most:
-            yield
-            return
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
-        try:
-            yield
-        finally:
-            for attributes, _ in self._forwards:
-                del attributes["forward"]
+        """For one pass over so many rows; it holds the model's lock also where they are too many to change anything."""
+        with self._lock:
+            forwards = self._forwards if rows <= self._most else []
+            for attributes, forward in forwards:
+                attributes["forward"] = forward
+            try:
+                yield
+            finally:
+                for attributes, _ in forwards:
+                    del attributes["forward"]
 
 
 def is_borrowable(module: nn.Linear) -> bool:
@@ -154,12 +235,15 @@ class Fusions:
     """What one kernel can do for a model, and does while `borrowed`."""
 
     def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cuda",)) -> None:
-        self._replacements: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []  # names, one of them, its meaning
+        self._lock = pass_lock(model)
+        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []  # attributes of modules, and what they get
+        self._rotary: list[RotaryNamespace] = []
         self._proved: dict[Any, Any] = {}
         like = next(model.parameters())
         needless = like.is_cuda and not compiles_for(like.device)
         if like.device.type in kinds and like.dtype in FUSED_DTYPES and not needless:
-            self._find(model, like)
+            with self._lock:
+                self._find(model, like)
 
     @torch.no_grad()
     def _find(self, model: nn.Module, like: Tensor) -> None:
@@ -170,10 +254,9 @@ class Fusions:
             elif (activation := self._once(gate_activation, module, like)) is not None:
                 forward = partial(gated, module, activation)
             if forward is not None:
-                self._replacements.append((vars(module), "forward", forward))
-        for names in rotary_namespaces(model):
-            if is_plain_rotary(names[ROTARY], like):
-                self._replacements.append((names, ROTARY, rotary(names[ROTARY])))
+                self._forwards.append((vars(module), forward))
+        found = [RotaryNamespace.of(names) for names in rotary_namespaces(model)]
+        self._rotary = [names for names in found if is_plain_rotary(names.own, like)]
 
     def _once(self, proof: Callable[..., Any], module: nn.Module, *more: Tensor) -> Any:
         """A proof holds for all modules of a class that have the same settings, weights and parts."""
@@ -187,19 +270,50 @@ class Fusions:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for names, name, quicker in self._replacements:
-                if names.get(name) is not quicker:  # a modeling file may be borrowed by another thread already
-                    before.append((names, name, names.get(name)))
-                    names[name] = quicker
-            yield
-        finally:
-            for names, name, own in before:
-                if own is None:
-                    del names[name]
-                else:
-                    names[name] = own
+        """For one pass."""
+        with self._lock:
+            for attributes, forward in self._forwards:
+                attributes["forward"] = forward
+            for names in self._rotary:
+                names.lend()
+            try:
+                yield
+            finally:
+                for names in self._rotary:
+                    names.take_back()
+                for attributes, _ in self._forwards:
+                    del attributes["forward"]
+
+
+class RotaryNamespace:
+    """A modeling file with a rotary function. Models of one family share it, and their passes may overlap: it has its
+    own function back when the last of them is over."""
+
+    _known: ClassVar[dict[int, RotaryNamespace]] = {}
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._users = names, 0
+
+    @classmethod
+    def of(cls, names: dict[str, Any]) -> RotaryNamespace:
+        with _guard:
+            return cls._known.setdefault(id(names), cls(names))
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        function = self._names[ROTARY]
+        return getattr(function, "replaces", function)  # type: ignore[no-any-return]
+
+    def lend(self) -> None:
+        with _guard:
+            self._users += 1
+            self._names[ROTARY] = rotary(self.own)
+
+    def take_back(self) -> None:
+        with _guard:
+            self._users -= 1
+            if not self._users:
+                self._names[ROTARY] = self.own
 
 
 def normed(module: Any, own: Callable[[Tensor], Tensor], style: NormStyle, *given: Tensor, **named: Tensor) -> Tensor:
@@ -228,6 +342,7 @@ def rotary(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(*given, **named)
         return fused.rotate(*given)
 
+    apply_rotary_pos_emb.replaces = own  # type: ignore[attr-defined]
     return apply_rotary_pos_emb
 
 

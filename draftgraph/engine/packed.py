@@ -6,8 +6,8 @@ asks for all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.borrowing import NarrowLinears
+from draftgraph.engine.borrowing import NarrowLinears, borrowed_attention, configs_of, pass_lock
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.packed_attention import NAME, PackedPass, TextPart, slots_of
 from draftgraph.engine.packed_cache import PackedCache, bytes_per_slot
@@ -65,8 +65,7 @@ class PackedEngine:
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
         self.model = model
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self._configs = list(configs.values())
+        self._configs = configs_of(model)
         self._lent: dict[str, str] = {"_attn_implementation": NAME}  # what configurations say in a pass
         self._linears = NarrowLinears(model)
         self.pages = Pages(pages_for(slots))
@@ -145,23 +144,16 @@ class PackedEngine:
         logits: Tensor = out.logits[0]
         return logits[: len(wanted)] if len(logits) == len(kept) else logits[wanted]
 
-    @contextmanager
-    def _attention(self) -> Iterator[None]:
-        before = [(config, name, getattr(config, name, None)) for config in self._configs for name in self._lent]
-        try:
-            for config, name, _ in before:
-                setattr(config, f"{name}_internal", self._lent[name])
-            yield
-        finally:
-            for config, name, value in before:
-                setattr(config, f"{name}_internal", value)
+    def _attention(self) -> AbstractContextManager[None]:
+        return borrowed_attention(self.model, self._configs, self._lent)
 
 
 @torch.no_grad()
 def probed(model: Any) -> tuple[SlotCache, int]:
     """What the layers keep of one token, and how many tokens the model tells apart."""
     cache, token = SlotCache(), torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    out = model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
+    with pass_lock(model):
+        out = model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
     return cache, out.logits.shape[-1]
 
 

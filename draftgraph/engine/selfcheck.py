@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.borrowing import Loan, adapters, evaluating, unwrapped
+from draftgraph.engine.borrowing import Loan, adapters, evaluating, pass_lock, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UnsupportedModelError, UsageError
@@ -42,7 +42,7 @@ def checked_engine(model: Any) -> Engine:
     key = (getattr(unwrapped(model).config, "_attn_implementation", None), adapters(model), static_wanted(model))
     known = _engines.get(model)
     if known is None or known[0] != repr(key):
-        with short_windows(model):
+        with pass_lock(model), short_windows(model):  # no pass of another thread may see them
             _engines[model] = known = (repr(key), _abilities(model))
             known[1]["static"] = known[1]["branching"] and static_wanted(model) and _can_be_static(model)
     static, *abilities = (known[1][name] for name in ("static", "branching", "offsets"))

@@ -6,8 +6,6 @@ nothing is captured, the same passes are run as they are: slower, but the same n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from draftgraph.compiled import passes
 from draftgraph.compiled.passes import WORD
-from draftgraph.engine.borrowing import Fusions, NarrowLinears, fingerprint
+from draftgraph.engine.borrowing import Fusions, NarrowLinears, borrowed_attention, configs_of, fingerprint
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.graph_attention import NAME, GraphPass
@@ -100,10 +98,10 @@ class StaticEngine:
         self.capacity = 0
         self.widest = WIDTHS[-1]  # nodes of one pass; less where memory is short
         self._scratch_positions = np.zeros(0, dtype=np.int64)
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self._configs = list(configs.values())
+        self._configs = configs_of(model)
         grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
-        self._experts = {} if grouped else {"_experts_implementation": "batched_mm"}
+        experts = {} if grouped else {"_experts_implementation": "batched_mm"}  # such as can be captured
+        self._implementations = {"_attn_implementation": NAME} | experts
         self._passes: dict[tuple[int, int, tuple[int, bool] | None], Pass] = {}  # by width, words and proposals
         self._graphs = graph_memory(self.device)
         self._linears, self._fusions = NarrowLinears(model), Fusions(model)
@@ -317,7 +315,8 @@ class StaticEngine:
             return self._model_pass(tokens, positions, self.slots, graph_pass=graph)
 
     def _model_pass(self, tokens: Tensor, positions: Tensor, cache: Any, **more: Any) -> Tensor:
-        with self._attention(), self._linears.borrowed(tokens.shape[1]):
+        attention = borrowed_attention(self.model, self._configs, self._implementations)
+        with attention, self._linears.borrowed(tokens.shape[1]):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -327,19 +326,6 @@ class StaticEngine:
                 **more,
             )
         return out.logits[0]  # type: ignore[no-any-return]
-
-    @contextmanager
-    def _attention(self) -> Iterator[None]:
-        """Our attention, in place of the one that the user chose, and experts that can be captured."""
-        ours = {"_attn_implementation": NAME} | self._experts
-        before = [(config, name, getattr(config, name, None)) for config in self._configs for name in ours]
-        try:
-            for config, name, _ in before:
-                setattr(config, f"{name}_internal", ours[name])
-            yield
-        finally:
-            for config, name, value in before:
-                setattr(config, f"{name}_internal", value)
 
     @torch.no_grad()
     def _probe(self) -> tuple[SlotCache, int]:
