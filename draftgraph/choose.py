@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from draftgraph.engine.sampler import Sampling, Warping
-from draftgraph.graph import ROOT, Floats, Ints, TokenTree
+from draftgraph.graph import ROOT, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
 from draftgraph.ranking import Ranking
 
@@ -237,10 +237,6 @@ class DraftNoise:
     def sampling(self) -> Sampling:
         """What a device needs to add it by itself."""
         return Sampling(self.noise.stream_key(self.stream), Warping(self.temperature))
-
-    def of(self, tokens: Ints, positions: Ints) -> Floats:
-        """The same noise for a few tokens of each row. # [nodes, tokens]"""
-        return self.temperature * self.noise.gumbel_of(positions, tokens, self.stream)
 
 
 def process(processors: LogitsProcessorList, logits: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:

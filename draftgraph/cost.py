@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -32,6 +33,20 @@ class CostModel(Protocol):
 
     def floor(self) -> float:
         """The acceptance estimate under which a node is not worth drafting on."""
+
+
+class Computed(dict[Any, Any]):
+    """What was computed from prices that never change; a cost model with such prices keeps it as `computed`."""
+
+
+def kept(cost: CostModel, what: Any, compute: Callable[[], Any]) -> Any:
+    """What follows from prices: computed once where they never change. A model of the user's own is asked anew."""
+    computed = getattr(cost, "computed", None)
+    if not isinstance(computed, Computed):
+        return compute()
+    if what not in computed:
+        computed[what] = compute()
+    return computed[what]
 
 
 class FlatCost:
@@ -66,24 +81,14 @@ def nodes_worth_checking(tree: TokenTree, cost: CostModel, spent: float = 0.0) -
     """How many of a tree's nodes, best first, give the most expected tokens for their cost and what was spent; of
     those that give nearly as many the most, if it beats plain decoding: a step also costs what no price tells."""
     expected = tree.scores.cumsum()  # the root's token is certain: it counts for the one that the target adds
-    prices: Any = cost
-    rates = expected / (spent + _of_passes(prices, 1 << (len(tree) - 1).bit_length())[: len(tree)])
+    most = 1 << (len(tree) - 1).bit_length()
+    prices: Floats = kept(cost, ("passes", most), lambda: cost.of_pass(np.arange(1, most + 1)))  # of one node, two, ...
+    rates = expected / (spent + prices[: len(tree)])
     return int((rates >= max(NEARLY * rates.max(), rates[0])).nonzero()[0][-1]) + 1
 
 
-@lru_cache(1024)
-def _of_passes(cost: Any, most: int) -> Any:
-    """Over one node, two nodes, and so on."""
-    return cost.of_pass(np.arange(1, most + 1))
-
-
-def price_of_pass(cost: Any, nodes: int) -> float:
-    return float(_of_passes(cost, 1 << (nodes - 1).bit_length())[nodes - 1])
-
-
-@lru_cache(1024)
-def price_of_level(cost: Any, nodes: int) -> float:
-    return float(cost.of_level(np.array([nodes]))[0])
+def price_of_level(cost: CostModel, nodes: int) -> float:
+    return float(kept(cost, ("level", nodes), lambda: cost.of_level(np.array([nodes]))[0]))
 
 
 class HitRate:
@@ -153,12 +158,13 @@ class DraftBudget:
 def levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int) -> int:
     """How many levels of this width, all drafted before the first is seen, give the most expected tokens for their
     cost: none if plain decoding gives more."""
-    prices: Any = cost
-    return _levels_ahead(prices, most, width, round(20 * hit) / 20, nodes) if most > 0 else 0
+    if most <= 0:
+        return 0
+    given = most, width, round(20 * hit) / 20, nodes
+    return int(kept(cost, ("levels", *given), lambda: _levels_ahead(cost, *given)))
 
 
-@lru_cache(256)
-def _levels_ahead(cost: Any, most: int, width: int, hit: float, nodes: int) -> int:
+def _levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int) -> int:
     fitting = [place for place, size in enumerate(SIZES) if size < nodes]
     checked = cost.of_pass(np.array([1 + SIZES[place] for place in fitting]))
     levels = np.arange(1, most + 1)[:, None]

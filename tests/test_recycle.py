@@ -174,16 +174,13 @@ def test_sampled_text_is_ranked_with_the_noise_of_the_new_position() -> None:
     assert len(seen) > 2
 
 
-def test_the_noise_of_a_few_tokens_is_that_of_their_row() -> None:
+def test_the_compiled_noise_of_a_token_is_that_of_its_row() -> None:
     noise = KeyedNoise(seed=8, sample=2)
-    tokens = np.array([[3, 999, 0], [17, 4, 500]])
-    found = noise.gumbel_of(np.array([6, 70]), tokens, CHOICE)
-    for row, position in enumerate((6, 70)):
+    tokens = {6: [3, 999, 0], 70: [17, 4, 500]}
+    for position, here in tokens.items():
         whole = noise.gumbel(position, 1000, torch.device("cpu"), CHOICE).numpy()
-        assert found[row].tolist() == whole[tokens[row]].tolist()
-        key = np.uint64(noise.stream_key(CHOICE))
-        compiled = [gumbel(key, position, token) for token in tokens[row].tolist()]
-        assert compiled == pytest.approx(found[row].tolist(), rel=1e-12)
+        compiled = [gumbel(np.uint64(noise.stream_key(CHOICE)), position, token) for token in here]
+        assert compiled == pytest.approx(whole[here].tolist(), rel=1e-12)
 
 
 def test_a_ranking_is_the_best_of_the_logits() -> None:

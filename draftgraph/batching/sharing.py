@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from draftgraph.batching.custom import Custom
+from draftgraph.cost import Computed
 from draftgraph.graph import Floats, Ints
 from draftgraph.tuning.latency import MeasuredCost
 
@@ -35,6 +36,7 @@ class SharedCost:
     ) -> None:
         self.cost, self.texts, self.step, self.host = cost, texts, step, host
         self._checks, self._levels = checks, levels
+        self.computed = Computed() if isinstance(cost, MeasuredCost) else None
         prices = self.of_pass(np.arange(1, MOST + 1))
         more = (prices[1:] - prices[0] - host) / np.arange(1, MOST)
         self._floor = float(min(0.99, max(0.0, more.min() / prices[0])))
@@ -67,8 +69,8 @@ def size_of(nodes: Any) -> Any:
 
 
 @lru_cache(512)
-def shared(cost: Any, texts: int, checks: Ratios, levels: Ratios, step: float, host: float) -> SharedCost:
-    """The same object for the same prices: what was computed from them is found again."""
+def shared(cost: MeasuredCost, texts: int, checks: Ratios, levels: Ratios, step: float, host: float) -> SharedCost:
+    """The same object for the same prices, which never change: what was computed from them is found again."""
     return SharedCost(cost, texts, checks, levels, step, host)
 
 
@@ -104,7 +106,7 @@ class Experience:
         if texts == 1:
             return cost
         if not isinstance(cost, MeasuredCost):  # not in seconds: nothing can be compared with it
-            return shared(cost, texts, (), (), 0.0, 0.0)
+            return SharedCost(cost, texts)
         size = texts.bit_length()
         if size not in self._ratios:
             checks, levels = (ratios_of(known.get(size, {})) for known in (self._checks, self._levels))

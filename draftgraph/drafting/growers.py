@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -266,8 +266,7 @@ class SheetGrower:
             return
 
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Selection:
-        prices: Any = cost
-        spent = self.draft.levels * price_of_level(prices, self.draft.width)
+        spent = self.draft.levels * price_of_level(cost, self.draft.width)
         floor = cost.floor()
         for levels in self._arriving or self.draft.arriving():
             self.sheet.add(levels)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from draftgraph.cost import Computed
 from draftgraph.graph import Floats, Ints
 
 CONTEXT_STEP = 64  # texts whose lengths differ by less have the same prices
@@ -95,6 +96,7 @@ class MeasuredCost:
         self._levels = PriceList(np.zeros(2) if latencies.draft is None else latencies.draft.prices(context))
         self._floor = self._cheapest_node()
         self._others: dict[int, MeasuredCost] = {}
+        self.computed = Computed()
 
     def at(self, context: int) -> MeasuredCost:
         context = context // CONTEXT_STEP * CONTEXT_STEP
