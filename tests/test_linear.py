@@ -175,6 +175,44 @@ def test_packed_copies_follow_their_weights(
     torch.testing.assert_close(layer(given), 2 * before)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(512, 256), (256, 512)], ids=str)
+@pytest.mark.parametrize("change", ["in place", "behind its back"])
+@pytest.mark.parametrize("part", ["rows", "columns"])
+def test_a_change_that_leaves_the_sum_is_found(part: str, change: str, shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.arange(shape[0] * shape[1]).reshape(shape) % 251 - 125.0)
+    given = torch.randn(3, shape[1])
+    packed(given, weight)
+    exchanged = weight if change == "in place" else weight.data
+    for first in (0, 7, min(shape) - 3):
+        here = exchanged if part == "rows" else exchanged.t()
+        here[[first, first + 1]] = here[[first + 1, first]]
+        linear.forget_changed([weight])
+        torch.testing.assert_close(packed(given, weight), given @ weight.T, rtol=1e-4, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_weight_in_place_is_found_by_its_version_alone() -> None:
+    weight = nn.Parameter(torch.randn(300, 260))
+    given = torch.randn(3, 260)
+    packed(given, weight)
+    weight[3, 7] += 1000.0  # one number, which no sample has
+    linear.forget_changed([weight])
+    torch.testing.assert_close(packed(given, weight), given @ weight.T, rtol=1e-4, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_packed_weight_that_stays_is_kept_and_few_of_its_numbers_are_read() -> None:
+    with torch.inference_mode():
+        odd = nn.Parameter(torch.full((300, 260), torch.nan), requires_grad=False)
+    for weight in (nn.Parameter(torch.randn(300, 260)), odd):  # the second has no version, and nothing equals it
+        packed(torch.randn(3, 260), weight)
+        copy = linear._copies[weight]
+        linear.forget_changed([weight])
+        assert linear._copies[weight] is copy
+        assert linear.sampled(weight).numel() == 300
+
+
 def test_nothing_is_packed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.ones(256, 256)]
     assert packed in linear.ways_for(4, weights)

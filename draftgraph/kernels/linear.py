@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,17 +60,26 @@ def doubled(rows: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Copy:
+    """A packed weight, and what tells whether the weight is still the same.
+
+    Another tensor lies elsewhere, and whatever writes into this one counts its version up: training steps, loaded
+    state dictionaries. Only what is written through `weight.data` does not, as PEFT does to merge an adapter: of
+    that, all that changes whole rows or columns is found by the sample, single numbers are not.
+    """
+
     packed: Tensor
     place: int
-    total: float  # of all numbers: tells a weight that was changed in place
+    version: int
+    sample: Tensor
 
     @classmethod
     def of(cls, weight: Tensor) -> Copy:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
-        return cls(packed, weight.data_ptr(), total(weight))
+        return cls(packed, weight.data_ptr(), version_of(weight), sampled(weight))
 
     def is_of(self, weight: Tensor) -> bool:
-        return self.place == weight.data_ptr() and self.total == total(weight)
+        same = self.place == weight.data_ptr() and self.version == version_of(weight)
+        return same and torch.equal(self.sample, sampled(weight))
 
 
 _copies = WeakTensorKeyDictionary()
@@ -97,8 +106,20 @@ def forget_changed(weights: Iterable[Tensor]) -> None:
     forget([weight for weight in weights if (copy := _copies.get(weight)) is not None and not copy.is_of(weight)])
 
 
-def total(weight: Tensor) -> float:
-    return float(weight.detach().sum())
+def sampled(weight: Tensor) -> Tensor:
+    """The bits of a number of every row and of every column."""
+    return weight.detach().take(sampled_places(*weight.shape)).view(torch.int32)
+
+
+@lru_cache(64)
+def sampled_places(rows: int, columns: int) -> Tensor:
+    number = torch.arange(max(rows, columns))
+    return number % rows * columns + number % columns
+
+
+def version_of(weight: Tensor) -> int:
+    """How often it was written into; tensors of `torch.inference_mode` do not count that."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def can_be_packed(weights: list[Tensor]) -> bool:
