@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 
+from draftgraph import private
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.fields import HONOURED, OTHER_METHODS, REFUSED, UNSET_BY_GENERATE, WITHOUT_EFFECT, setting
@@ -58,13 +59,11 @@ class Request:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        eos = self.config._eos_token_tensor
-        return frozenset() if eos is None else frozenset(eos.tolist())
+        return private.eos_ids(self.config)
 
     @property
     def pad_id(self) -> int:
-        pad = self.config._pad_token_tensor
-        return 0 if pad is None else int(pad)
+        return private.pad_id(self.config)
 
     @property
     def may_be_invalid(self) -> bool:
@@ -119,7 +118,7 @@ def refuse_fields(model: Any, arguments: dict[str, Any]) -> None:
     for name in sorted(OTHER_METHODS & arguments.keys()):
         if arguments[name] is not None:
             raise UsageError(f"{name} cannot be used with draftgraph: give GraphDecoder token ids and a draft model")
-    defaults = GenerationConfig()._get_default_generation_params()
+    defaults = private.generation_defaults()
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
     for name in sorted((fields | REFUSED.keys()) - HONOURED - WITHOUT_EFFECT):
         value = setting(name, model, arguments)

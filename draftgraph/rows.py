@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
 )
 
+from draftgraph import private
 from draftgraph.errors import UsageError
 from draftgraph.fields import setting
 from draftgraph.generation import Request
@@ -53,7 +54,7 @@ def apart(request: Request, row: int, model: Any) -> Request:
 
 def own_processor(processor: Any, row: int, request: Request, model: Any) -> Any:
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
+        allowed = private.allowed_tokens_function(processor)
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
     if isinstance(processor, OF_ALL_PROMPTS) and len(request.input_ids) != request.config.num_return_sequences:
         name = type(processor).__name__

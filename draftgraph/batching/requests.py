@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
+from draftgraph import private
 from draftgraph.batching.job import Job
 from draftgraph.config import GraphConfig
 from draftgraph.errors import UsageError
@@ -84,9 +84,7 @@ def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Reques
 def endless(request: Request) -> Request:
     """No token ends it."""
     criteria = StoppingCriteriaList(one for one in request.criteria if not isinstance(one, EosTokenCriteria))
-    config = copy.copy(request.config)
-    config._eos_token_tensor = None
-    return replace(request, criteria=criteria, config=config)
+    return replace(request, criteria=criteria, config=private.without_eos(request.config))
 
 
 def config_of(job: Job, default: GraphConfig) -> GraphConfig:

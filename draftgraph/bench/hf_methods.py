@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from draftgraph import private
 from draftgraph.bench.exports import Exports
 from draftgraph.bench.methods import Answer, Peer
 from draftgraph.bench.runs import Record
@@ -84,8 +85,8 @@ class Static(Generate):
 
     def prepare(self, prompt: str) -> Record:
         length = len(self.ids(prompt)) + self.arguments["max_new_tokens"]
-        compiling: Any = transformers.CompileConfig()
-        compiling._compile_all_devices = True  # by itself it compiles on GPUs alone
+        compiling = transformers.CompileConfig()
+        private.compile_everywhere(compiling)  # by itself it compiles on GPUs alone
         cache = transformers.StaticCache(config=self.pair.target.config, max_cache_len=length)
         self.given |= {"past_key_values": cache, "compile_config": compiling}
         return super().prepare(prompt)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftgraph import private
 from draftgraph.engine.borrowing import adapters, unwrapped
 from draftgraph.errors import UsageError
 from draftgraph.models.progress import progress_bar
@@ -193,12 +194,11 @@ def on_meta(model: Any, shape: Shape) -> LlamaForCausalLM:
         rope_parameters=copy.deepcopy(source.rope_parameters),
         tie_word_embeddings=False,
     )
-    config._name_or_path = source._name_or_path  # where the tokenizer is found
+    config.name_or_path = source.name_or_path  # where the tokenizer is found
     weight = model.get_input_embeddings().weight
     with torch.device("meta"), no_init_weights():
-        large: LlamaForCausalLM = LlamaForCausalLM._from_config(
-            config, dtype=weight.dtype, attn_implementation=source._attn_implementation
-        )
+        attention = private.attention_of(source)
+        large: LlamaForCausalLM = private.new_model(LlamaForCausalLM, config, weight.dtype, attention)
     large.model.rotary_emb = LlamaRotaryEmbedding(config).to(weight.device)
     large.generation_config = copy.deepcopy(model.generation_config)
     large.eval()

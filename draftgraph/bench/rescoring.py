@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from draftgraph import private
 from draftgraph.bench.gaps import Gaps
 from draftgraph.bench.sameness import STEPS_OF_A_TIE
 from draftgraph.choose import Prefix, process
@@ -101,7 +101,7 @@ class InFloat32(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", None) == "__get__":  # a weight is not converted to be asked for its shape
             return raised_type(func(*args))
-        args, kwargs = tree_map(raised, (args, kwargs or {}))
+        args, kwargs = private.tree_map(raised, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

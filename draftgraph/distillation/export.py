@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from draftgraph import __version__
+from draftgraph import __version__, private
 from draftgraph.distillation.checkpoint import Checkpoint
 from draftgraph.distillation.progress import clock
 from draftgraph.distillation.score import Scores
@@ -34,7 +34,7 @@ def save_plain(student: Any, target: Any, tokenizer: Any, folder: Path) -> None:
     config = student_config(student.config, list(range(text_config(student.config).num_hidden_layers)))
     config.tie_word_embeddings = target.config.tie_word_embeddings
     text_config(config).tie_word_embeddings = text_config(target.config).tie_word_embeddings
-    plain = type(target)._from_config(config, dtype=target.dtype)
+    plain = private.new_model(type(target), config, target.dtype)
     own, given = own_weights(student), target.state_dict()
     plain.load_state_dict({name: own[name] if name in own else given[name] for name in plain.state_dict()})
     plain.generation_config = target.generation_config

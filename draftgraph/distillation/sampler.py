@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftgraph import private
 from draftgraph.distillation.faults import naming_batch_size
 from draftgraph.distillation.rowattention import NAME
 from draftgraph.distillation.rowcache import RowCache, Rows
@@ -228,5 +229,5 @@ def rounded(length: int) -> int:
 
 def by_rows(model: Any) -> AbstractContextManager[None]:
     """Inside, a model with `sdpa` attention uses `row_attention`."""
-    switched = [config for config in configs_of(model) if getattr(config, "_attn_implementation", None) == "sdpa"]
+    switched = [config for config in configs_of(model) if private.attention_of(config) == "sdpa"]
     return borrowed_attention(model, switched, {"_attn_implementation": NAME})

@@ -2,15 +2,14 @@
 
 - `Loan`: no gradients, evaluation mode, an attention that takes masks.
 - `NarrowLinears`: linear layers that compute few rows the quickest way.
-- `Fusions`: norms, rotary embeddings and gated MLPs with one kernel each, wherever that was proved to be the same. A
-  pass of a small model over few tokens takes hardly longer than its kernels take to start: so there are fewer of them.
+- `Fusions`: norms, rotary embeddings and gated MLPs with one kernel each, wherever that was proved to be the same.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from threading import Lock, RLock
@@ -21,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from draftgraph import private
 from draftgraph.engine.capture import Captured
 from draftgraph.kernels import fused, linear
 from draftgraph.kernels.fused import ACTIVATIONS, NORM_STYLES, NormStyle
@@ -90,16 +90,16 @@ class Change(NamedTuple):
     """Of a module's training mode, or of a configuration's attention."""
 
     holder: Any
-    value: Any
+    value: Any  # meanwhile
 
     def get(self) -> Any:
-        return self.holder.training if isinstance(self.holder, nn.Module) else self.holder._attn_implementation
+        return self.holder.training if isinstance(self.holder, nn.Module) else private.attention_of(self.holder)
 
     def set(self, value: Any) -> None:
         if isinstance(self.holder, nn.Module):
             self.holder.training = value
         else:
-            self.holder._attn_implementation_internal = value
+            private.set_implementation(self.holder, "_attn_implementation", value)
 
 
 _borrowed: WeakKeyDictionary[Any, Borrowed] = WeakKeyDictionary()
@@ -154,8 +154,8 @@ def changes_to_evaluate(model: Any) -> list[Change]:
 
 def changes_for_graphs(model: Any) -> list[Change]:
     """The same, and another attention where a configuration's cannot take a graph's mask."""
-    replacement = "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) else "eager"
-    implementations = ((config, getattr(config, "_attn_implementation", None)) for config in configs_of(model))
+    replacement = "sdpa" if private.supports_sdpa(unwrapped(model)) else "eager"
+    implementations = ((config, private.attention_of(config)) for config in configs_of(model))
     switched = [config for config, name in implementations if name is not None and name not in MASKABLE]
     return [*changes_to_evaluate(model), *(Change(config, replacement) for config in switched)]
 
@@ -173,11 +173,26 @@ def borrowed_attention(model: Any, configs: list[Any], names: dict[str, str]) ->
         before = [(config, name, getattr(config, name, None)) for config in configs for name in names]
         try:
             for config, name, _ in before:
-                setattr(config, f"{name}_internal", names[name])
+                private.set_implementation(config, name, names[name])
             yield
         finally:
             for config, name, value in before:
-                setattr(config, f"{name}_internal", value)
+                private.set_implementation(config, name, value)
+
+
+Forwards = list[tuple[dict[str, Any], Callable[..., Tensor]]]  # attributes of modules, and what they compute in a pass
+
+
+@contextmanager
+def other_forwards(lock: RLock, forwards: Forwards) -> Iterator[None]:
+    with lock:
+        for attributes, forward in forwards:
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            for attributes, _ in forwards:
+                del attributes["forward"]
 
 
 class NarrowLinears:
@@ -192,26 +207,16 @@ class NarrowLinears:
             groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
         self._modules = [module for group in groups.values() for module in group]
         self._most = max((linear.WIDTHS[device.type][-1] for _, _, device in groups), default=0)
-        self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = [
-            (vars(module), partial(product, group, module)) for group in groups.values() for module in group
-        ]
+        pairs = ((group, module) for group in groups.values() for module in group)
+        self._forwards: Forwards = [(vars(module), partial(product, group, module)) for group, module in pairs]
 
     def begin(self) -> None:
         """Before a text: what was copied of weights must still be so."""
         linear.forget_changed(module.weight for module in self._modules)
 
-    @contextmanager
-    def borrowed(self, rows: int) -> Iterator[None]:
+    def borrowed(self, rows: int) -> AbstractContextManager[None]:
         """For one pass over so many rows; it holds the model's lock also where they are too many to change anything."""
-        with self._lock:
-            forwards = self._forwards if rows <= self._most else []
-            for attributes, forward in forwards:
-                attributes["forward"] = forward
-            try:
-                yield
-            finally:
-                for attributes, _ in forwards:
-                    del attributes["forward"]
+        return other_forwards(self._lock, self._forwards if rows <= self._most else [])
 
 
 def is_borrowable(module: nn.Linear) -> bool:
@@ -232,11 +237,11 @@ def product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
 
 
 class Fusions:
-    """What one kernel can do for a model, and does while `borrowed`."""
+    """What one kernel can do for a model, and does while `borrowed`: passes over few tokens mostly start kernels."""
 
     def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cuda",)) -> None:
         self._lock = pass_lock(model)
-        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []  # attributes of modules, and what they get
+        self._forwards: Forwards = []
         self._rotary: list[RotaryNamespace] = []
         self._proved: dict[Any, Any] = {}
         like = next(model.parameters())
@@ -248,7 +253,7 @@ class Fusions:
     @torch.no_grad()
     def _find(self, model: nn.Module, like: Tensor) -> None:
         for module in filter(is_untouched, model.modules()):
-            forward: Callable[..., Any] | None = None
+            forward: Callable[..., Tensor] | None = None
             if (style := self._once(norm_style, module)) is not None:
                 forward = partial(normed, module, module.forward, style)
             elif (activation := self._once(gate_activation, module, like)) is not None:
@@ -271,18 +276,10 @@ class Fusions:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """For one pass."""
-        with self._lock:
-            for attributes, forward in self._forwards:
-                attributes["forward"] = forward
+        with other_forwards(self._lock, self._forwards), ExitStack() as files:
             for names in self._rotary:
-                names.lend()
-            try:
-                yield
-            finally:
-                for names in self._rotary:
-                    names.take_back()
-                for attributes, _ in self._forwards:
-                    del attributes["forward"]
+                files.enter_context(names.borrowed())
+            yield
 
 
 class RotaryNamespace:
@@ -304,16 +301,18 @@ class RotaryNamespace:
         function = self._names[ROTARY]
         return getattr(function, "replaces", function)  # type: ignore[no-any-return]
 
-    def lend(self) -> None:
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
         with _guard:
             self._users += 1
             self._names[ROTARY] = rotary(self.own)
-
-    def take_back(self) -> None:
-        with _guard:
-            self._users -= 1
-            if not self._users:
-                self._names[ROTARY] = self.own
+        try:
+            yield
+        finally:
+            with _guard:
+                self._users -= 1
+                if not self._users:
+                    self._names[ROTARY] = self.own
 
 
 def normed(module: Any, own: Callable[[Tensor], Tensor], style: NormStyle, *given: Tensor, **named: Tensor) -> Tensor:
@@ -348,16 +347,15 @@ def rotary(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def turns_whole_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     given = (query, key, cos, sin)
-    alike = {(part.shape[-1], part.shape[-2], part.dtype) for part in given}
-    dims = [part.dim() for part in given]
+    alike, dims = {(part.shape[-1], part.shape[-2], part.dtype) for part in given}, [part.dim() for part in given]
     return len(alike) == 1 and dims == [4, 4, 3, 3] and query.dtype in FUSED_DTYPES and query.shape[-1] % 2 == 0
 
 
 def is_untouched(module: nn.Module) -> bool:
     """Whether it does what its class says, with one tensor."""
-    forward, hooked = plain_forward(module), module._forward_hooks or module._forward_pre_hooks
+    forward = plain_forward(module)
     takes_one = forward is not None and len(inspect.signature(forward).parameters) == len(("self", "states"))
-    return takes_one and not hooked and "forward" not in vars(module)
+    return takes_one and not private.is_hooked(module) and "forward" not in vars(module)
 
 
 def plain_forward(module: nn.Module) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph import private
 from draftgraph.engine.borrowing import Loan, adapters, evaluating, pass_lock, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
@@ -39,7 +40,7 @@ _engines: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, bool]]] = weakref.
 def checked_engine(model: Any) -> Engine:
     """An engine for a model that passed the check; a model that cannot branch is given chains only."""
     refuse_unrewindable(model)
-    key = (getattr(unwrapped(model).config, "_attn_implementation", None), adapters(model), static_wanted(model))
+    key = (private.attention_of(unwrapped(model).config), adapters(model), static_wanted(model))
     known = _engines.get(model)
     if known is None or known[0] != repr(key):
         with pass_lock(model), short_windows(model):  # no pass of another thread may see them
@@ -87,7 +88,7 @@ def refuse_unrewindable(model: Any) -> None:
     config = inner.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or [])
     recurrent = {kind for kind in layers if any(word in kind for word in RECURRENT)}
-    stateful = getattr(inner, "_is_stateful", False)
+    stateful = private.is_stateful(inner)
     odd = recurrent or (layers - ATTENTION if stateful else set())
     if odd or (stateful and not layers):
         state = "a recurrent state" if recurrent or not layers else "a state beside keys and values"

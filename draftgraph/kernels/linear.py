@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from draftgraph import private
 from draftgraph.hardware import device_name, digest, free_memory
 from draftgraph.kernels.triton_or_stub import compiles_for, tl, triton
 from draftgraph.models.cache import cache_dir, replacing
@@ -74,11 +75,11 @@ class Copy:
 
     @classmethod
     def of(cls, weight: Tensor) -> Copy:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
-        return cls(packed, weight.data_ptr(), version_of(weight), sampled(weight))
+        packed = private.packed_weight(weight, PACKED_ROWS)
+        return cls(packed, weight.data_ptr(), private.version_of(weight), sampled(weight))
 
     def is_of(self, weight: Tensor) -> bool:
-        same = self.place == weight.data_ptr() and self.version == version_of(weight)
+        same = self.place == weight.data_ptr() and self.version == private.version_of(weight)
         return same and torch.equal(self.sample, sampled(weight))
 
 
@@ -91,8 +92,7 @@ def packed(rows: Tensor, weight: Tensor) -> Tensor:
     copy = _copies.get(weight)
     if copy is None:
         copy = _copies[weight] = Copy.of(weight)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, copy.packed, None, "none", [], "")
-    return product
+    return private.packed_product(rows, copy.packed)
 
 
 def forget(weights: Iterable[Tensor]) -> None:
@@ -117,11 +117,6 @@ def sampled_places(rows: int, columns: int) -> Tensor:
     return number % rows * columns + number % columns
 
 
-def version_of(weight: Tensor) -> int:
-    """How often it was written into; tensors of `torch.inference_mode` do not count that."""
-    return 0 if weight.is_inference() else weight._version
-
-
 def can_be_packed(weights: list[Tensor]) -> bool:
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     return has_onednn() and size <= PACKED_SHARE * free_memory()
@@ -129,14 +124,7 @@ def can_be_packed(weights: list[Tensor]) -> bool:
 
 @cache
 def has_onednn() -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    try:
-        copy = torch.ops.mkldnn._reorder_linear_weight(torch.ones(32, 32), PACKED_ROWS)
-        product = torch.ops.mkldnn._linear_pointwise(torch.ones(2, 32), copy, None, "none", [], "")
-    except (AttributeError, RuntimeError):
-        return False
-    return bool((product == 32).all())
+    return private.packs_linear_weights()
 
 
 class Tiling(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftgraph import private
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import LoadError, UsageError
 from draftgraph.models.cache import replacing
@@ -75,7 +76,7 @@ def load_draft(folder: Path, target: Any) -> Any:
         raise
     except Exception as error:  # a configuration checks itself in its own ways
         raise LoadError(f"the draft in {folder} is damaged ({one_line(error)}): copy or train it again") from error
-    draft.config._name_or_path = str(folder)
+    draft.config.name_or_path = str(folder)
     return draft
 
 
@@ -91,7 +92,7 @@ def read_draft(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def filled_student(target: Any, content: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     config = type(target.config).from_dict(content)
-    config._attn_implementation = target.config._attn_implementation
+    private.set_attention(config, private.attention_of(target.config))
     student = bare_student(target, config, tensors.pop("token_map", None))
     with torch.no_grad():
         for name, own in own_weights(student).items():
@@ -126,5 +127,5 @@ def check_mark(mark: Tensor | None, target: Any, made_for: str) -> None:
 
 
 def name_of(target: Any) -> str:
-    name = Path(str(getattr(target.config, "_name_or_path", "") or type(target).__name__)).name
+    name = Path(str(getattr(target.config, "name_or_path", "") or type(target).__name__)).name
     return f"{name} ({text_config(target.config).num_hidden_layers} layers)"

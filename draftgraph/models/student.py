@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftgraph import private
 from draftgraph.engine.borrowing import adapters, unwrapped
 from draftgraph.errors import UsageError
 
@@ -74,9 +75,7 @@ def bare_student(target: Any, config: Any, token_map: Tensor | None = None) -> A
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        student = type(target)._from_config(
-            config, dtype=target.dtype, attn_implementation=getattr(config, "_attn_implementation", None)
-        )
+        student = private.new_model(type(target), config, target.dtype, private.attention_of(config))
     student.set_input_embeddings(view_of(target.get_input_embeddings()))
     lend_output_rows(student, target, token_map)
     return student.to(target.get_input_embeddings().weight.device).eval()
@@ -86,7 +85,8 @@ def view_of(module: nn.Module) -> nn.Module:
     """The same weights in a module of their own, not to be trained: whoever freezes it leaves the original alone."""
     view = copy.copy(module)
     parameters = module.named_parameters(recurse=False)
-    view._parameters = {name: nn.Parameter(value.detach(), requires_grad=False) for name, value in parameters}
+    unshared = {name: nn.Parameter(value.detach(), requires_grad=False) for name, value in parameters}
+    private.set_parameters(view, unshared)
     return view
 
 

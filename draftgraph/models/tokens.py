@@ -41,7 +41,7 @@ def has_tokenizer(source: str, options: dict[str, Any]) -> bool:
 def tokenizer_of_module(model: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer in the local folder that a module was loaded from; the network is never asked."""
     config = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", None) or getattr(model, "name_or_path", None)
+    name = getattr(config, "name_or_path", None) or getattr(model, "name_or_path", None)
     if not isinstance(name, str) or not name or not Path(name).is_dir():
         return None
     return load_tokenizer(name, local_files_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from draftgraph import __version__
+from draftgraph import __version__, private
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.runner import Engine
 from draftgraph.hardware import available_cores, device_name, digest
@@ -47,6 +47,6 @@ def identity(model: Any, engine: Engine) -> dict[str, str]:
     return {
         "class": type(inner).__name__,
         "engine": f"{type(engine).__name__}{'' if engine.branching else ', chains'}",
-        "attention": str(getattr(inner.config, "_attn_implementation", None)),
+        "attention": str(private.attention_of(inner.config)),
         "dtype": str(inner.dtype),
     } | _sizes[model]
