@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftgraph import private
-from draftgraph.engine.borrowing import Loan, adapters, evaluating, pass_lock, unwrapped
+from draftgraph.engine.borrowing import Loan, adapters, configs_of, evaluating, pass_lock, unwrapped
 from draftgraph.engine.runner import EagerEngine, Engine
 from draftgraph.engine.static import StaticEngine
 from draftgraph.errors import UnsupportedModelError, UsageError
@@ -43,9 +43,14 @@ def checked_engine(model: Any) -> Engine:
     key = (private.attention_of(unwrapped(model).config), adapters(model), static_wanted(model))
     known = _engines.get(model)
     if known is None or known[0] != repr(key):
-        with pass_lock(model), short_windows(model):  # no pass of another thread may see them
-            _engines[model] = known = (repr(key), _abilities(model))
-            known[1]["static"] = known[1]["branching"] and static_wanted(model) and _can_be_static(model)
+        with short_windows(model):
+            known = (repr(key), _abilities(model))
+            if known[1]["branching"] and static_wanted(model):
+                problem = _static_problem(model)
+                known[1]["static"] = problem is None
+                known[1]["lasting"] &= not isinstance(problem, ShortOfMemory)
+        if known[1]["lasting"]:
+            _engines[model] = known
     static, *abilities = (known[1][name] for name in ("static", "branching", "offsets"))
     return StaticEngine(model) if static else EagerEngine(model, *abilities)
 
@@ -60,14 +65,14 @@ def static_wanted(model: Any) -> bool:
     return asked == "static" and len(places) == 1
 
 
-def _can_be_static(model: Any) -> bool:
+def _static_problem(model: Any) -> str | None:
     device = model.get_input_embeddings().weight.device
     if device.type == "cuda" and not file_of(device).exists():
         notice("compiling kernels for this GPU and choosing the quickest, once (up to a minute)")
     problem = problem_of(partial(tree_difference, model, PARENTS, StaticEngine))
     if problem is not None:
         notice(f"{type(unwrapped(model)).__name__} runs without CUDA graphs, and slower: {problem}")
-    return problem is None
+    return problem
 
 
 def refuse_unrewindable(model: Any) -> None:
@@ -97,16 +102,22 @@ def refuse_unrewindable(model: Any) -> None:
 
 
 def _abilities(model: Any) -> dict[str, bool]:
-    """What an engine may do with the model: trees, or only chains. Neither: refused."""
+    """What an engine may do with the model: trees, or only chains. Neither: refused. It lasts unless memory was short
+    meanwhile: then the next check may find more."""
     name = type(unwrapped(model)).__name__
     if problem := problem_of(partial(_cached_difference, model)):
         raise UnsupportedModelError(f"{name} cannot be decoded token by token: {problem}")
+    lasting = True
     for offsets in (True, False):
-        if problem_of(partial(tree_difference, model, PARENTS, partial(EagerEngine, offsets=offsets))) is None:
-            return {"branching": True, "offsets": offsets}
+        tree_problem = problem_of(partial(tree_difference, model, PARENTS, partial(EagerEngine, offsets=offsets)))
+        if tree_problem is None:
+            return {"branching": True, "offsets": offsets, "static": False, "lasting": lasting}
+        lasting &= not isinstance(tree_problem, ShortOfMemory)
     if problem := problem_of(partial(tree_difference, model, np.arange(-1, 3), partial(EagerEngine, offsets=False))):
         raise UnsupportedModelError(f"{name} cannot be decoded with a rewindable cache: {problem}")
-    return {"branching": False, "offsets": False}
+    if not lasting:
+        notice(f"{name} is given chains only, and slower: {tree_problem}")
+    return {"branching": False, "offsets": False, "static": False, "lasting": lasting}
 
 
 def problem_of(check: Callable[[], str | None]) -> str | None:
@@ -115,7 +126,17 @@ def problem_of(check: Callable[[], str | None]) -> str | None:
         return check()
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"{type(error).__name__}: {reason}"
+        causes = (
+            error,
+            error.__cause__,
+            error.__context__,
+        )  # an engine says in its own words what it has no memory for
+        kind = ShortOfMemory if any(isinstance(one, torch.OutOfMemoryError) for one in causes) else str
+        return kind(f"{type(error).__name__}: {reason}")
+
+
+class ShortOfMemory(str):
+    """A problem that is not the model's, and may be gone when it is checked again."""
 
 
 class Scorer(Protocol):
@@ -219,23 +240,24 @@ def _plain_pass(model: Any, tokens: list[int], start: int = 0, **arguments: Any)
 
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
-    """Windows too long for the check's text are short for a while; models read them from their configuration."""
-    text_config = unwrapped(model).config.get_text_config(decoder=True)
-    long = {key for key, value in _windows(text_config).items() if value > LONGEST_WINDOW}
-    holders = [text_config, *(module.config for module in model.modules() if hasattr(module, "config"))]
-    changes = [
-        (config, key, getattr(config, key))
-        for config in {id(config): config for config in holders}.values()
-        for key in long
-        if getattr(config, key, None) is not None
-    ]
-    try:
-        for config, key, _ in changes:
-            setattr(config, key, SHORT_WINDOW)
-        yield
-    finally:
-        for config, key, value in changes:
-            setattr(config, key, value)
+    """Windows too long for the check's text are short for a while; models read them from their configuration, so passes
+    of other threads wait."""
+    with pass_lock(model):
+        text_config = unwrapped(model).config.get_text_config(decoder=True)
+        long = {key for key, value in _windows(text_config).items() if value > LONGEST_WINDOW}
+        changes = [
+            (config, key, getattr(config, key))
+            for config in {id(config): config for config in (text_config, *configs_of(model))}.values()
+            for key in long
+            if getattr(config, key, None) is not None
+        ]
+        try:
+            for config, key, _ in changes:
+                setattr(config, key, SHORT_WINDOW)
+            yield
+        finally:
+            for config, key, value in changes:
+                setattr(config, key, value)
 
 
 def _windows(config: Any) -> dict[str, int]:
