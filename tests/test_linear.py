@@ -176,6 +176,20 @@ def test_packed_copies_follow_their_weights(
 
 
 @torch.no_grad()
+def test_a_new_engine_finds_no_copies_of_what_weights_were(
+    layers: nn.ModuleDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine for many texts is made for each list of prompts, and never told that a text begins."""
+    monkeypatch.setattr(linear, "quickest", lambda rows, weights, record: packed)
+    layer, given = layers["large"], torch.randn(3, 256)
+    with NarrowLinears(layers).borrowed(3):
+        before = layer(given)
+    layer.weight.mul_(2)
+    with NarrowLinears(layers).borrowed(3):
+        torch.testing.assert_close(layer(given), 2 * before)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("shape", [(512, 256), (256, 512)], ids=str)
 @pytest.mark.parametrize("change", ["in place", "behind its back"])
 @pytest.mark.parametrize("part", ["rows", "columns"])

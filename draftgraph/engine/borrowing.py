@@ -32,7 +32,6 @@ EPSILONS = ("variance_epsilon", "eps")
 PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 ROTARY = "apply_rotary_pos_emb"
 SCALES = (1e-3, 1e-2, 1.0, 30.0)  # of rows; under the smallest an epsilon counts
-
 Way = TypeVar("Way")
 
 
@@ -205,14 +204,15 @@ class NarrowLinears:
         groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
         for module in (module for module in found if module.weight.device.type in kinds):
             groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
-        self._modules = [module for group in groups.values() for module in group]
         self._most = max((linear.WIDTHS[device.type][-1] for _, _, device in groups), default=0)
-        pairs = ((group, module) for group in groups.values() for module in group)
+        self._groups = list(groups.values())
+        pairs = ((group, module) for group in self._groups for module in group)
         self._forwards: Forwards = [(vars(module), partial(product, group, module)) for group, module in pairs]
+        self.begin()
 
     def begin(self) -> None:
         """Before a text: what was copied of weights must still be so."""
-        linear.forget_changed(module.weight for module in self._modules)
+        linear.forget_changed(module.weight for group in self._groups for module in group)
 
     def borrowed(self, rows: int) -> AbstractContextManager[None]:
         """For one pass over so many rows; it holds the model's lock also where they are too many to change anything."""
