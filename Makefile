@@ -28,6 +28,7 @@ venv: $(VENV)/.installed-test
 lint: venv
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports
 
 types: venv
 	$(BIN)/python -m mypy --strict draftgraph

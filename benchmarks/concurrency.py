@@ -19,10 +19,9 @@ from typing import Any
 
 import draftgraph
 from draftgraph.batching import Job, Limits, Scheduler
-from draftgraph.bench import inflate
+from draftgraph.bench.speed import inflated_pair
 from draftgraph.bench.tasks import read_tasks
 from draftgraph.engine.capture import Captured
-from draftgraph.pair import Pair
 from draftgraph.text import encode
 
 MODES = ("off", "auto")
@@ -96,8 +95,7 @@ def main() -> None:
     known = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     places = {(line["repeat"], line["texts"], line["mode"]) for line in known}
     pair = draftgraph.load(device=given.device)
-    if given.inflate:
-        pair = Pair(inflate(pair.target, given.inflate), pair.draft, pair.tokenizer)
+    pair = inflated_pair(pair, given.inflate)
     tasks = read_tasks([given.data], given.tasks.split(","), given.prompts)
     by_task = [[tuple(encode(pair.tokenizer, prompt)) for prompt in of_task] for of_task in tasks.values()]
     prompts = [prompt for turn in zip(*by_task, strict=True) for prompt in turn]

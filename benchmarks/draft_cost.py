@@ -32,14 +32,23 @@ import torch
 import transformers
 from static_passes import BEST, Captured, StaticText, draft_level, many_recompiles, masked_kernels, static_forward
 
-from draftgraph.drafting.model import DraftVocabulary
-from draftgraph.engine.loan import Loan
-from draftgraph.engine.runner import EagerEngine
+from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.eager import EagerContext, EagerEngine
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.graph import Bools, Ints
 from draftgraph.models import load_model
-from draftgraph.models.draft_folder import is_draft_folder, load_draft, name_of
-from draftgraph.models.student import cut_student, layer_stack, lend_output_rows, own_weights, spread, text_config
+from draftgraph.models.draft import (
+    cut_student,
+    is_draft_folder,
+    layer_stack,
+    lend_output_rows,
+    load_draft,
+    name_of,
+    own_weights,
+    spread,
+    text_config,
+)
+from draftgraph.proposers.draft_model import DraftVocabulary
 
 NODES = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2, 4, 8]}
 LAYERS = [1, 2, 4, 6]
@@ -108,20 +117,20 @@ def eager_steps(target: Any, drafts: dict[str, Any], nodes: list[int], context: 
     """All passes as draftgraph makes them without CUDA graphs."""
     steps: Steps = {}
     for name, model in {"target": target, **drafts}.items():
-        engine = EagerEngine(model)
-        engine.reserve(context + max(nodes))
-        engine.prefill(sample_tokens(model, context))
+        text = EagerEngine(model).open()
+        text.reserve(context + max(nodes))
+        text.prefill(sample_tokens(model, context))
         vocabulary = None if name == "target" else DraftVocabulary(model, written_tokens(target))
         for count in nodes:
             tokens = np.array(sample_tokens(model, count))
             shape = tree_of(count) if vocabulary is None else level_of(count)
-            steps[name, count] = partial(eager_pass, engine, tokens, *shape, vocabulary)
+            steps[name, count] = partial(eager_pass, text, tokens, *shape, vocabulary)
     return steps
 
 
-def eager_pass(engine: EagerEngine, tokens: Ints, depths: Ints, visible: Bools, draft: DraftVocabulary | None) -> Any:
-    logits = engine.forward(tokens, depths, visible)
-    engine.rewind(len(engine.text))
+def eager_pass(text: EagerContext, tokens: Ints, depths: Ints, visible: Bools, draft: DraftVocabulary | None) -> Any:
+    logits = text.forward(tokens, depths, visible)
+    text.forget(0)
     return logits if draft is None else draft.best(logits, BEST)
 
 

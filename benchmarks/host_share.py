@@ -26,10 +26,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import draftgraph
-from draftgraph.bench import inflate
+from draftgraph.bench.speed import inflated_pair
 from draftgraph.bench.structures import mode_named
 from draftgraph.bench.tasks import read_tasks
-from draftgraph.decoding import Decoding
+from draftgraph.decoder import Decoding
 from draftgraph.engine.capture import Captured
 from draftgraph.pair import Pair
 
@@ -146,8 +146,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="also profile, and keep the last profile here for chrome://tracing")
     asked = parser.parse_args()
     pair = draftgraph.load(asked.target, asked.draft, device="cuda")
-    if asked.inflate:
-        pair = Pair(inflate(pair.target, asked.inflate), pair.draft, pair.tokenizer)
+    pair = inflated_pair(pair, asked.inflate)
     tasks = read_tasks([asked.data], asked.tasks.split(","), prompts=1)
     for mode in asked.modes.split(","):
         for task, (prompt,) in tasks.items():

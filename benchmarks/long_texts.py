@@ -19,9 +19,11 @@ import torch
 
 import draftgraph
 from draftgraph.bench import inflate
-from draftgraph.engine.loan import Loan
-from draftgraph.engine.static import StaticEngine
-from draftgraph.tuning.measure import branches
+from draftgraph.cost.measure import branches
+from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.paged import PagedContext, PagedEngine
+from draftgraph.engine.protocol import Segment
+from draftgraph.graph import TokenTree
 
 BANDWIDTH = 4.3e12  # bytes per second that an H200 reads
 GOAL = 1.25
@@ -45,22 +47,25 @@ def key_value_bytes(model: Any) -> int:
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize)
 
 
-def pass_ms(engine: StaticEngine, nodes: int) -> float:
+def pass_ms(context: PagedContext, nodes: int) -> float:
     """On the device, one of many back to back."""
     tree = branches(np.full(nodes, 1))
     times = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        engine.check(tree)
-        engine.forget(0)
+        check(context, tree)
         begin.record()
         for _ in range(BURST):
-            engine.check(tree)
-            engine.forget(0)
+            check(context, tree)
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / BURST)
     return median(times)
+
+
+def check(context: PagedContext, tree: TokenTree) -> None:
+    context.engine.run([Segment.of_tree(context, tree)])
+    context.forget(0)
 
 
 def judged(times: dict[int, float], nodes: int, token_bytes: int) -> list[Pass]:
@@ -87,11 +92,11 @@ def main() -> None:
     lengths = sorted(map(int, asked.texts.split(",")))
     times = {}
     with Loan(model):
-        engine = StaticEngine(model)
-        engine.reserve(lengths[-1] + asked.nodes)
+        context = PagedEngine(model).open()
+        context.reserve(lengths[-1] + asked.nodes)
         for length in lengths:
-            engine.prefill([1] * (length - len(engine.text)))
-            times[length] = pass_ms(engine, asked.nodes)
+            context.prefill([1] * (length - len(context.text)))
+            times[length] = pass_ms(context, asked.nodes)
     passes = judged(times, asked.nodes, key_value_bytes(model))
     if asked.json:
         print(json.dumps([asdict(one) for one in passes]))

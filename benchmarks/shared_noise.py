@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import draftgraph
-from draftgraph.bench import inflate
+from draftgraph.bench.speed import inflated_pair
 from draftgraph.bench.tasks import read_tasks
 from draftgraph.choose import KeyedChooser
 from draftgraph.pair import Pair
@@ -63,8 +63,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     asked = parser.parse_args()
     pair = draftgraph.load(asked.target, asked.draft, device=asked.device)
-    if asked.inflate:
-        pair = Pair(inflate(pair.target, asked.inflate), pair.draft, pair.tokenizer)
+    pair = inflated_pair(pair, asked.inflate)
     tasks = read_tasks([asked.data], asked.tasks.split(","), asked.prompts)
     prompts = [prompt for prompts in tasks.values() for prompt in prompts]
     for temperature in map(float, asked.temperatures.split(",")):

@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftgraph import GraphConfig
 from draftgraph.batching import Limits, Scheduler
-from draftgraph.engine.packed_static import PackedStaticEngine
+from draftgraph.cost.latency import Curve, Latencies, MeasuredCost
+from draftgraph.engine.paged import PagedEngine
 from draftgraph.pair import Pair
-from draftgraph.tuning.latency import Curve, Latencies, MeasuredCost
 
 NODES = [1, 8, 16, 32, 64, 128, 256, 512]
 TARGET_MS = [4.9, 5.0, 5.1, 5.3, 5.6, 6.3, 8.0, 12.0]  # of a pass
@@ -40,11 +40,11 @@ def tiny(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=4096, **sizes)).eval()
 
 
-def pretend(engine: PackedStaticEngine, prices: list[float], right: float | None) -> None:
+def pretend(engine: PagedEngine, prices: list[float], right: float | None) -> None:
     """Passes that take so many milliseconds and say what follows from token and position: the draft (`right`) is that
     often of the target's opinion."""
 
-    def graph_pass(tokens: Tensor, positions: Tensor, slots: Any, data: Any, kept: Tensor | None = None) -> Tensor:
+    def forward(tokens: Tensor, positions: Tensor, slots: Any, data: Any, kept: Tensor | None = None) -> Tensor:
         until = time.perf_counter() + float(np.interp(tokens.shape[1], NODES, prices)) / 1e3
         mixed = (tokens[0].long() * 2654435761 + positions[0].long() * 40503) % 1000003
         rows, logits = torch.arange(len(mixed)), torch.zeros(len(mixed), engine.columns)
@@ -56,7 +56,7 @@ def pretend(engine: PackedStaticEngine, prices: list[float], right: float | None
             pass
         return logits if kept is None else logits[: len(kept)]
 
-    engine.graph_pass = graph_pass  # type: ignore[method-assign]
+    engine.forward = forward  # type: ignore[method-assign]
 
 
 def simulated(right: float, texts: int) -> Scheduler:
@@ -64,8 +64,8 @@ def simulated(right: float, texts: int) -> Scheduler:
     curves = [Curve.of([0], NODES, [[price / 1e3 for price in prices]]) for prices in (TARGET_MS, DRAFT_MS)]
     config = GraphConfig(cost=MeasuredCost(Latencies(*curves, 64, 1.0)))
     scheduler = Scheduler(Pair(tiny(0), tiny(1), None), Limits(texts=texts), config)
-    target, draft = scheduler.batch.engines
-    assert isinstance(target, PackedStaticEngine) and isinstance(draft, PackedStaticEngine)
+    target, draft = scheduler.batch.engines.all
+    assert isinstance(target, PagedEngine) and isinstance(draft, PagedEngine)
     pretend(target, TARGET_MS, None)
     pretend(draft, DRAFT_MS, right)
     return scheduler
@@ -95,7 +95,7 @@ def main() -> None:
         same = all(one == answers[0] for one in answers)
         middle = {mode: round(median(known[1:])) for mode, known in speeds.items()}
         line = {"texts": texts, "ratio": round(median(ratios), 3), "tokens per second": middle, "same": same}
-        print(json.dumps(line | {"drafts": scheduler.batch.experience.custom(texts).drafts}), flush=True)
+        print(json.dumps(line | {"drafts": scheduler.pair.decoder.experience.habit(texts).drafts}), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftgraph.engine.attention import graph_masks
-from draftgraph.engine.best import best_tokens
 from draftgraph.graph import Bools, Ints
-from draftgraph.models.student import layer_stack, text_config
+from draftgraph.kernels.best import best_tokens
+from draftgraph.models.draft import layer_stack, text_config
 
 BEST = 8  # children of a node
 CHUNK = 512  # tokens of the text that are read at once

@@ -17,8 +17,8 @@ from typing import Any
 
 from draftgraph.bench.page import page
 from draftgraph.bench.runs import FILE, Record, of_kind, records_in
-from draftgraph.bench.scores import scores_of
-from draftgraph.cli.bench_report import read
+from draftgraph.bench.tasks import scores_of
+from draftgraph.cli.bench import read_report
 
 RESULTS = Path(__file__).parent / "results"
 TEXTS = ("tokens", "text", "reference", "task_kind")
@@ -55,7 +55,7 @@ def publish(source: Path, place: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         found = rounded(json.loads(file.read_text(encoding="utf-8")))
         copy.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    report, name = read(place), "report" if (place / FILE).exists() else "paper"
+    report, name = read_report(place), "report" if (place / FILE).exists() else "paper"
     (place / f"{name}.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     (place / f"{name}.md").write_text(report.to_markdown(), encoding="utf-8")
 
@@ -70,7 +70,7 @@ def publish_load(source: Path, place: Path) -> None:
 def page_of_all() -> str:
     names = ("report.json", "paper.json")
     places = sorted({file.parent for name in names for file in RESULTS.glob(f"*/{name}")})
-    return page([read(place).to_part().named(place.name) for place in places])
+    return page([read_report(place).to_part().named(place.name) for place in places])
 
 
 if __name__ == "__main__":

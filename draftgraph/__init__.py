@@ -11,26 +11,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from draftgraph.config import GraphConfig
-    from draftgraph.cost import CostModel
-    from draftgraph.decoder import GraphDecoder
+    from draftgraph.config import CostModel, GraphConfig
+    from draftgraph.decoder import GraphDecoder, GraphOutput
     from draftgraph.distillation import distill
     from draftgraph.errors import DraftGraphError, LoadError, UnsupportedModelError, UsageError
     from draftgraph.graph import TokenGraph, TokenTree
     from draftgraph.hook import custom_generate
-    from draftgraph.output import GraphOutput
     from draftgraph.pair import Output, Pair, load
     from draftgraph.stats import Stats
 
 _HOME = {
-    "config": ("GraphConfig",),
-    "cost": ("CostModel",),
-    "decoder": ("GraphDecoder",),
+    "config": ("CostModel", "GraphConfig"),
+    "decoder": ("GraphDecoder", "GraphOutput"),
     "distillation": ("distill",),
     "errors": ("DraftGraphError", "LoadError", "UnsupportedModelError", "UsageError"),
     "graph": ("TokenGraph", "TokenTree"),
     "hook": ("custom_generate",),
-    "output": ("GraphOutput",),
     "pair": ("Output", "Pair", "load"),
     "stats": ("Stats",),
 }
@@ -57,7 +53,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: `import draftgraph` alone loads neither torch nor transformers."""
-    if name in ("bench", "profile", "tuning"):
+    if name in ("bench", "profile"):
         return import_module(f"draftgraph.{name}")
     for module, names in _HOME.items():
         if name in names:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,11 +21,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from draftgraph.engine.sampler import Sampling
-from draftgraph.engine.sampling import Warping
-from draftgraph.graph import ROOT, Floats, Ints, TokenTree
+from draftgraph.engine.protocol import PassResult, Sampling, Warping
+from draftgraph.graph import ROOT, Ints, TokenTree
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
-from draftgraph.ranking import Ranking
 
 FinishReason = Literal["stop", "length"]
 
@@ -98,35 +95,12 @@ class Outputs:
         return tuple(self.scores) if self.keep_scores else None
 
 
-@dataclass
-class Scored:
-    """What the target said at the nodes of a tree."""
-
-    logits: Tensor  # [nodes, vocabulary]
-    ranking: Ranking | None = None  # where it has been read already
-    sampled: list[int] | None = None  # the sampled token of every node, where the device has chosen it
-
-    def best(self, node: int) -> int:
-        """The argmax of a node."""
-        return self._bests[node] if self.ranking is None else self.ranking.best(node, self.logits)
-
-    @cached_property
-    def _bests(self) -> list[int]:
-        """Of every node, in one read."""
-        return self.logits.argmax(dim=-1).tolist()
-
-    def finite(self, nodes: list[int]) -> bool:
-        if self.ranking is not None:
-            return self.ranking.finite(nodes)
-        return bool(torch.isfinite(self.logits[nodes].amax(dim=-1)).all())
-
-
 class Chooser(Protocol):
     """Walks a verified tree token by token."""
 
     outputs: Outputs
 
-    def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
+    def tokens(self, tree: TokenTree, scored: PassResult, prefix: Prefix) -> Iterator[int]:
         """The target's token at the root, then at the child of that token, for as long as there is one."""
 
 
@@ -138,7 +112,7 @@ class KeyedChooser:
     noise: KeyedNoise | None  # None: greedy
     outputs: Outputs = field(default_factory=Outputs)
 
-    def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
+    def tokens(self, tree: TokenTree, scored: PassResult, prefix: Prefix) -> Iterator[int]:
         node: int | None = ROOT
         plain = self.noise is None and not self.processors and not self.outputs.wanted
         while node is not None:
@@ -188,7 +162,7 @@ class RejectionChooser:
 
     sampling = None  # what a device needs to choose by itself: it cannot
 
-    def tokens(self, tree: TokenTree, scored: Scored, prefix: Prefix) -> Iterator[int]:
+    def tokens(self, tree: TokenTree, scored: PassResult, prefix: Prefix) -> Iterator[int]:
         for node in range(len(tree)):
             raw, processed = process(self.processors, scored.logits[node], prefix)
             p = torch.softmax(processed[0].double(), dim=-1)
@@ -239,10 +213,6 @@ class DraftNoise:
         """What a device needs to add it by itself."""
         return Sampling(self.noise.stream_key(self.stream), Warping(self.temperature))
 
-    def of(self, tokens: Ints, positions: Ints) -> Floats:
-        """The same noise for a few tokens of each row. # [nodes, tokens]"""
-        return self.temperature * self.noise.gumbel_of(positions, tokens, self.stream)
-
 
 def process(processors: LogitsProcessorList, logits: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:
     """Scores of one node, raw and as the processors leave them on the true prefix. # [1, vocabulary] each"""
@@ -264,7 +234,7 @@ class Walk:
         return [ROOT, *self.path][: len(self.tokens)]
 
 
-def walk(tree: TokenTree, scored: Scored, chooser: Chooser, prefix: Prefix, criteria: StoppingCriteriaList) -> Walk:
+def walk(tree: TokenTree, scored: PassResult, chooser: Chooser, prefix: Prefix, criteria: StoppingCriteriaList) -> Walk:
     """Follows the target's choices from the root; the first one that is no child is the bonus token."""
     path: list[int] = []
     tokens: list[int] = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from draftgraph.cost import CostModel
+import numpy as np
+from numpy.typing import NDArray
+
 from draftgraph.errors import UsageError
 
 Mode = Literal["auto", "graph", "tree", "chain", "off"]
@@ -35,6 +37,20 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "max_depth": (0, None),
     "chain_length": (1, None),
 }
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """The prices of passes, in any one unit: what mode `auto` decides by."""
+
+    def of_pass(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What passes of the target over so many nodes cost, the root counted."""
+
+    def of_level(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What passes of the draft over so many nodes cost."""
+
+    def floor(self) -> float:
+        """The acceptance estimate under which a node is not worth drafting on."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""The front door: a target, a draft, and one text after another; what a step does stands in `decoding`."""
+"""The front door: a target, a draft, and one text after another; what a step does stands in `step`."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,25 +12,65 @@ from torch import Tensor
 
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
-from draftgraph.cost import FlatCost, HitRate
-from draftgraph.decoding import Decoding
-from draftgraph.drafting.calibration import Calibration
-from draftgraph.drafting.device import WIDTH, DeviceDraft
-from draftgraph.drafting.device_batch import BatchDraft, SeatDraft
-from draftgraph.drafting.model import DraftVocabulary, ModelProposer
-from draftgraph.engine.loan import unwrapped
-from draftgraph.engine.runner import Engine
-from draftgraph.engine.selfcheck import checked_engine
-from draftgraph.engine.static import StaticEngine
+from draftgraph.cost.budget import FlatCost, HitRate
+from draftgraph.cost.latency import Latencies
+from draftgraph.cost.measure import SECONDS, Levels, Passes, measure
+from draftgraph.cost.prices import Key, Pricing, key_of, pricing_for
+from draftgraph.cost.sharing import Experience
+from draftgraph.engine.borrowing import Loan, unwrapped
+from draftgraph.engine.selfcheck import engine_for
 from draftgraph.errors import DraftGraphError, UsageError
-from draftgraph.fields import setting
-from draftgraph.generation import Request, prepare, unpadded_rows
-from draftgraph.output import GraphOutput, gathered
-from draftgraph.rows import apart, row_arguments
-from draftgraph.trace import Observer
+from draftgraph.generation import Request, apart, context_window, prepare, row_arguments, setting, unpadded_rows
+from draftgraph.proposers.draft_model import DraftVocabulary
+from draftgraph.proposers.pooling import Calibration
+from draftgraph.sequence import Engines, Learnt, Sequence, forget_all
+from draftgraph.stats import Observer, Stats, Step
+from draftgraph.step import step
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
+class Alone:
+    """The contexts for one text at a time, and the decoding that has them."""
+
+    contexts: list[Any]
+    holder: Decoding | None = None
+
+
+class Decoding(Sequence):
+    """A text that is continued alone: iterate over it for the tokens of each step."""
+
+    def __init__(self, request: Request, seed: int, config: GraphConfig, **options: Any) -> None:
+        super().__init__(request, seed, config, **options)
+        self.loan: Loan
+        self.alone: Alone
+        self.experience: Experience
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The tokens of every step, until a stop condition holds."""
+        return (one.tokens for one in self.steps())
+
+    def steps(self) -> Iterator[Step]:
+        while self.finish_reason is None:
+            yield self.step()
+
+    def step(self) -> Step:
+        """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
+        if self.alone.holder is not self:  # two texts cannot share one cache: the one started last has it
+            raise DraftGraphError("another text was started with this decoder: finish one before the next")
+        try:
+            with self.loan:
+                self.pricing.follow(self._stats, self.cost())
+                taken = step([self], {}, self.engines, self.experience)
+            if self.failure is not None:
+                raise self.failure
+        except BaseException:  # interrupted between draft and commit
+            forget_all([self])
+            raise
+        found = taken.steps[0][1]
+        assert found is not None
+        return found
+
+
 class GraphDecoder:
     """Decodes a `transformers` model with a token graph; the tokens are those of plain decoding.
 
@@ -40,56 +78,43 @@ class GraphDecoder:
     >>> decoder.generate(input_ids, max_new_tokens=64).sequences   # doctest: +SKIP
     """
 
-    target_model: Any
-    draft_model: Any = None
-    config: GraphConfig = field(default_factory=GraphConfig)
-    observer: Observer | None = None
-
-    def __post_init__(self) -> None:
-        self.target_engine: Engine = checked_engine(self.target_model)
-        self.draft_engine: Engine | None = None
-        models = [self.target_model]
-        if self.draft_model is not None:
-            self.draft_engine = checked_engine(self.draft_model)
-            self.draft_vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
-            models.append(self.draft_model)
-        self.target_weights = weights_read(self.target_model)
-        share = weights_read(self.draft_model) / self.target_weights if self.draft_model is not None else 0
-        self.flat_cost = FlatCost.for_device(self.target_engine.device, share)
-        self.hits = HitRate()
-        self.models = models
-        self.calibrations = {samples: Calibration() for samples in (False, True)}  # noise makes other estimates
-        self.kept_batch: Any = None  # of recorded passes over many texts, for the next ones
-        self._running: Decoding | None = None
-        self._device_drafts: dict[tuple[int, int], DeviceDraft] = {}
-        self._batch_draft: BatchDraft | None = None
-        for model, engine in zip(models, (self.target_engine, self.draft_engine), strict=False):
-            if engine is not None and not engine.branching:
-                name = type(unwrapped(model)).__name__
-                warnings.warn(f"{name} cannot take a token tree: it is decoded with chains", stacklevel=3)
+    def __init__(
+        self,
+        target_model: Any,
+        draft_model: Any = None,
+        config: GraphConfig | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.target_model, self.draft_model = target_model, draft_model
+        self.config = GraphConfig() if config is None else config
+        self.models = [target_model, *([] if draft_model is None else [draft_model])]
+        self.engines = self.make_engines()
+        self.learnt = Learnt(HitRate(), {samples: Calibration() for samples in (False, True)}, observer)
+        self.experience = Experience()
+        self.target_weights = weights_read(target_model)
+        share = 0.0 if draft_model is None else weights_read(draft_model) / self.target_weights
+        self.flat_cost = FlatCost.for_device(self.engines.target.device, share)
+        self._alone = Alone([engine.open() for engine in self.engines.all])
+        for engine in self.engines.all:
+            if not engine.branching:
+                name = type(unwrapped(engine.model)).__name__
+                warnings.warn(f"{name} cannot take a token tree: it is decoded with chains", stacklevel=2)
 
     @property
-    def can_branch(self) -> bool:
-        return self.target_engine.branching and (self.draft_engine is None or self.draft_engine.branching)
+    def observer(self) -> Observer | None:
+        return self.learnt.observer
 
-    def draft_proposer(
-        self, config: GraphConfig, ends: frozenset[int]
-    ) -> ModelProposer | DeviceDraft | SeatDraft | None:
-        """The draft model as a source of edges, if there is one."""
-        engine = self.draft_engine
-        if engine is None:
-            return None
-        if self._batch_draft is not None:
-            return self._batch_draft.open(engine, ends)
-        on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
-        if not on_device or not isinstance(engine, StaticEngine):
-            return ModelProposer(engine, self.draft_vocabulary, config.k)
-        shape = (config.k, 1 if config.mode == "chain" else WIDTH)
-        if shape not in self._device_drafts:  # kept: recorded programs belong to them
-            self._device_drafts[shape] = DeviceDraft(engine, self.draft_vocabulary, *shape)
-        draft = self._device_drafts[shape]
-        draft.begin_text(ends)
-        return draft
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self.learnt.observer = observer
+
+    def make_engines(self, slots: int | None = None) -> Engines:
+        """Engines for this pair; `slots`: the bound of each pool; None: it grows."""
+        draft, vocabulary = None, None
+        if self.draft_model is not None:
+            draft = engine_for(self.draft_model, slots)
+            vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
+        return Engines(engine_for(self.target_model, slots), draft, vocabulary)
 
     @property
     def vocabulary_size(self) -> int:
@@ -122,8 +147,6 @@ class GraphDecoder:
         width = torch.as_tensor(input_ids).shape[-1]
         if streamer is not None and len(rows) * (samples or 1) > 1:
             raise UsageError("streamer works with one text at a time: pass one row, and ask for one sequence")
-        if streamer is not None:
-            streamer.put(rows[0].cpu())
         seed = fresh_seed() if seed is None else seed
         decodings: list[Decoding] = []
         for index, ids in enumerate(rows):
@@ -131,13 +154,8 @@ class GraphDecoder:
             request = prepare(self.target_model, self._checked(ids), tokenizer, **given)
             for row in range(len(request.input_ids)):
                 decoding = self.start(request, row, seed, logprobs=logprobs, config=config)
-                for tokens in decoding:
-                    if streamer is not None:
-                        for token in tokens:
-                            streamer.put(torch.tensor([token]))
+                stream(decoding, streamer)
                 decodings.append(decoding)
-        if streamer is not None:
-            streamer.end()
         return gathered(decodings, torch.as_tensor(input_ids))
 
     def start(
@@ -151,51 +169,110 @@ class GraphDecoder:
         reuse_cache: bool = False,
     ) -> Decoding:
         """A decoding of one row of a prepared request: iterate over it for the tokens of each step."""
-        wanted = request.config
+        wanted, config = request.config, config or self.config
         detailed = bool(wanted.return_dict_in_generate)
         outputs = Outputs(bool(wanted.output_scores) and detailed, bool(wanted.output_logits) and detailed, logprobs)
-        self._running = None
-        decoding = self.begun(request, row, seed, outputs, config or self.config)
-        decoding.prefill(reuse_cache)
-        self._running = decoding
+        request = apart(request, row, unwrapped(self.target_model))
+        self._alone.holder = None
+        pricing = self.pricing(config, self.engines)
+        decoding = Decoding(request, seed, config, row=row, outputs=outputs)
+        decoding.loan, decoding.alone, decoding.experience = Loan(*self.models), self._alone, self.experience
+        with decoding.loan, decoding._stats.clock("prefill"):
+            decoding.open(self.engines, self.learnt, pricing, self._alone.contexts)
+            decoding.read_prompt(reuse_cache)
+        self._alone.holder = decoding
         return decoding
 
-    def begun(
-        self, request: Request, row: int, seed: int, outputs: Outputs, config: GraphConfig, sample: int | None = None
-    ) -> Decoding:
-        """The same of a text that nobody has read yet; `sample`: which of several with one seed."""
-        return Decoding(self, apart(request, row, unwrapped(self.target_model)), row, seed, outputs, config, sample)
+    def pricing(self, config: GraphConfig, engines: Engines) -> Pricing:
+        """What requests of this configuration decide by, measured if it has to be."""
+        key, measured = (lambda: self.cost_key(engines)), (lambda: self.measure(config, engines))
+        return pricing_for(config, self.flat_cost, self.target_weights, key, measured)
 
-    def seated(self, target: Engine, draft: Engine | None, together: BatchDraft | None = None) -> GraphDecoder:
-        """The same pair, with the engines of one text among many, and who drafts for all of them; what is learnt is
-        learnt for all."""
-        other = copy.copy(self)
-        other.target_engine, other.draft_engine, other._batch_draft = target, draft, together
-        other._running, other._device_drafts = None, {}
-        return other
+    def cost_key(self, engines: Engines) -> Key:
+        pairs = list(zip(self.models, engines.all, strict=True))
+        return key_of(pairs[0], pairs[1] if len(pairs) > 1 else None)
 
-    @contextmanager
-    def nothing_half_done(self) -> Iterator[None]:
-        """Interrupted between draft and commit, the engines forget the text: what they hold cannot be trusted."""
+    def measure(self, config: GraphConfig, engines: Engines, seconds: float = SECONDS) -> Latencies:
+        """Times passes of both models in their engines."""
+        windows = [window for model in self.models if (window := context_window(model)) is not None]
+        contexts = [engine.open() for engine in engines.all]
+        rows = len(self.target_model.get_input_embeddings().weight)
+        subjects = [Passes(engines.target, contexts[0], rows)]
+        if engines.draft is not None and engines.vocabulary is not None:
+            told = engines.draft, contexts[1], engines.vocabulary.readable
+            if engines.device_drafts(config) is None:
+                subjects.append(Passes(*told, engines.vocabulary, config.k))
+            else:
+                subjects.append(Levels(*told, draft=engines.proposer(config, contexts[1], frozenset())))
         try:
-            yield
-        except BaseException:
-            for engine in (self.target_engine, self.draft_engine):
-                if engine is not None:
-                    engine.rewind(0)
-            raise
-
-    def claim(self, decoding: Decoding) -> None:
-        """Two texts cannot share one cache: the one started last has it."""
-        if self._running is not decoding:
-            raise DraftGraphError("another text was started with this decoder: finish one before the next")
+            with Loan(*self.models):
+                return measure(subjects, min(windows, default=None), config.nodes, seconds)
+        finally:
+            for context in contexts:
+                context.rewind(0)
+                context.close()
 
     def _checked(self, ids: Tensor) -> Tensor:
         rows = self.target_model.get_input_embeddings().weight.shape[0]
         worst = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
         if not 0 <= worst < rows:
             raise UsageError(f"token id {worst} is not in the target's vocabulary of {rows}: check the tokenizer")
-        return ids.to(self.target_engine.device)
+        return ids.to(self.engines.target.device)
+
+
+@dataclass
+class GraphOutput:
+    """What `generate` gives back. `sequences` is as `transformers` returns it, the prompt included."""
+
+    sequences: Tensor  # [rows, length], right-padded
+    stats: Stats
+    finish_reasons: list[str]
+    new_token_ids: list[list[int]]
+    logprobs: list[list[float]] | None = None  # of the emitted tokens, under the target's raw logits
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+
+
+def gathered(decodings: list[Any], prompts: Tensor) -> GraphOutput:
+    """Rows as `generate` returns them: prompts as given, then the new tokens, padded to one length."""
+    prompts = prompts[None] if prompts.dim() == 1 else prompts
+    prompts = prompts.repeat_interleave(len(decodings) // len(prompts), dim=0)
+    longest = max(len(decoding.new_tokens) for decoding in decodings)
+    sequences = prompts.new_full((len(decodings), prompts.shape[1] + longest), decodings[0].request.pad_id)
+    sequences[:, : prompts.shape[1]] = prompts
+    for row, decoding in enumerate(decodings):
+        new = torch.tensor(decoding.new_tokens)
+        sequences[row, prompts.shape[1] : prompts.shape[1] + len(new)] = new
+    outputs = [decoding.outputs for decoding in decodings]
+    stats = decodings[0].stats
+    for decoding in decodings[1:]:
+        stats = stats + decoding.stats
+    return GraphOutput(
+        sequences,
+        stats,
+        [decoding.finish_reason or "length" for decoding in decodings],
+        [decoding.new_tokens for decoding in decodings],
+        [kept.logprobs for kept in outputs] if outputs[0].keep_logprobs else None,
+        by_step([kept.scores for kept in outputs]) if outputs[0].keep_scores else None,
+        by_step([kept.logits for kept in outputs]) if outputs[0].keep_logits else None,
+    )
+
+
+def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """One tensor [rows, vocabulary] per step, as `generate` has them; rows that ended early repeat their last."""
+    longest = max(len(row) for row in rows)
+    return tuple(torch.cat([row[min(step, len(row) - 1)] for row in rows]) for step in range(longest))
+
+
+def stream(decoding: Decoding, streamer: Any = None) -> None:
+    """Decodes to the end, and hands the prompt and every token to a streamer, if there is one."""
+    if streamer is not None:
+        streamer.put(decoding.prefix.view.cpu())
+    for tokens in decoding:
+        for token in tokens if streamer is not None else ():
+            streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
 
 
 def weights_read(model: Any) -> int:

@@ -1,33 +1,140 @@
 """Between `transformers` conventions and the decoder: every GenerationConfig field is honoured or refused by name.
 
 `generate` itself prepares a request (defaults, processors, stop conditions, lengths) and hands it over through its
-`custom_generate` hook, so a field means here what it means there.
+`custom_generate` hook, so a field means here what it means there. Rows of a batch are decoded as requests of their own.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 
-from draftgraph.engine.loan import unwrapped
+from draftgraph import private
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.fields import HONOURED, OTHER_METHODS, REFUSED, UNSET_BY_GENERATE, WITHOUT_EFFECT, setting
 
+HONOURED = frozenset(
+    [
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "max_time",
+        "stop_strings",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "renormalize_logits",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "guidance_scale",
+        "watermarking_config",
+        "num_return_sequences",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "pad_token_id",
+        "eos_token_id",
+        "prefill_chunk_size",
+        "use_cache",
+    ]
+)
+# With a prompt, and without beams or an assistant, these change nothing, here as in `generate`.
+WITHOUT_EFFECT = frozenset(
+    [
+        "bos_token_id",
+        "decoder_start_token_id",
+        "early_stopping",
+        "length_penalty",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_ensemble_weight",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "max_matching_ngram_size",
+        "compile_config",
+        "disable_compile",
+    ]
+)
+REFUSED = {
+    "num_beams": "draftgraph decodes one beam",
+    "num_beam_groups": "draftgraph decodes one beam",
+    "diversity_penalty": "draftgraph decodes one beam",
+    "constraints": "draftgraph decodes one beam",
+    "force_words_ids": "draftgraph decodes one beam",
+    "penalty_alpha": "contrastive search is another method",
+    "low_memory": "contrastive search is another method",
+    "dola_layers": "DoLa is another method",
+    "prompt_lookup_num_tokens": 'mode="auto" copies from the text by itself',
+    "assistant_early_exit": "pass a draft model instead",
+    "speculation_type": "draftgraph has its own drafting: see GraphConfig",
+    "use_mtp": "draftgraph has its own drafting: see GraphConfig",
+    "is_assistant": "draftgraph decodes a target, not an assistant",
+    "token_healing": "heal the prompt with target.heal_tokens before generating",
+    "cache_implementation": "draftgraph keeps its own cache",
+    "cache_config": "draftgraph keeps its own cache",
+    "max_cache_len": "draftgraph keeps its own cache",
+    "continuous_batching_config": "draftgraph keeps its own cache",
+    "output_attentions": "a token graph has no attention matrix of the text",
+    "output_hidden_states": "only logits and scores are kept: output_logits, output_scores",
+}
+# Arguments of `generate` that are not fields, and that would silently be something else here.
+OTHER_METHODS = frozenset(
+    ["assistant_model", "assistant_tokenizer", "custom_generate", "inputs_embeds", "position_ids", "past_key_values"]
+)
+UNSET_BY_GENERATE = ("cache_implementation", "hybrid")  # stands in the files of older models
+OF_ALL_PROMPTS = (EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor)
+LISTS = {"logits_processor": LogitsProcessorList, "stopping_criteria": StoppingCriteriaList}
 # What `generate` adds to every request by itself.
 PASSED_ALONG = frozenset(("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"))
+PREPARING = RLock()  # stop strings are taken out of a model's own configuration meanwhile
+
+
+def setting(name: str, model: Any, arguments: dict[str, Any]) -> Any:
+    """A field as `generate` finds it: a keyword, else the given configuration's, else the model's own."""
+    if name in arguments:
+        return arguments[name]
+    configs = (arguments.get("generation_config"), model.generation_config)
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
 
 
 @dataclass(frozen=True)
@@ -56,13 +163,11 @@ class Request:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        eos = self.config._eos_token_tensor
-        return frozenset() if eos is None else frozenset(eos.tolist())
+        return private.eos_ids(self.config)
 
     @property
     def pad_id(self) -> int:
-        pad = self.config._pad_token_tensor
-        return 0 if pad is None else int(pad)
+        return private.pad_id(self.config)
 
     @property
     def may_be_invalid(self) -> bool:
@@ -97,7 +202,7 @@ def prepare(target: Any, input_ids: Tensor, tokenizer: Any = None, **arguments: 
     """Lets `generate` prepare one prompt [1, length]: its defaults, processors and stop conditions."""
     model = unwrapped(target)
     refuse_fields(model, arguments)
-    with own_stop_strings(model, arguments, tokenizer) as arguments:
+    with PREPARING, own_stop_strings(model, arguments, tokenizer) as arguments:
         mask = torch.ones_like(input_ids)
         try:
             return model.generate(input_ids, attention_mask=mask, custom_generate=capture, **arguments)  # type: ignore[no-any-return]
@@ -117,7 +222,7 @@ def refuse_fields(model: Any, arguments: dict[str, Any]) -> None:
     for name in sorted(OTHER_METHODS & arguments.keys()):
         if arguments[name] is not None:
             raise UsageError(f"{name} cannot be used with draftgraph: give GraphDecoder token ids and a draft model")
-    defaults = GenerationConfig()._get_default_generation_params()
+    defaults = private.generation_defaults()
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
     for name in sorted((fields | REFUSED.keys()) - HONOURED - WITHOUT_EFFECT):
         value = setting(name, model, arguments)
@@ -216,3 +321,52 @@ def stop_ids_of(model: Any) -> frozenset[int]:
     """The tokens at which the model's own generation stops."""
     eos = setting("eos_token_id", unwrapped(model), {})
     return frozenset([] if eos is None else eos if isinstance(eos, list) else [eos])
+
+
+def row_arguments(model: Any, arguments: dict[str, Any], row: int, rows: int, padding: int = 0) -> dict[str, Any]:
+    """The arguments of `generate` for one row of a batch, whose padding is left out."""
+    if rows == 1:
+        return arguments
+    given = dict(arguments)
+    for name in ("max_length", "min_length"):  # count the padding
+        if padding and (length := setting(name, model, arguments)) is not None:
+            given[name] = length - padding
+    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
+        if given.get(name) is not None:
+            given[name] = given[name][row : row + 1]
+    for name, kind in LISTS.items():
+        if given.get(name):
+            given[name] = kind(own_copy(item, model) for item in given[name])
+    if (allowed := given.get("prefix_allowed_tokens_fn")) is not None:
+        first = row * (setting("num_return_sequences", model, arguments) or 1)
+        given["prefix_allowed_tokens_fn"] = lambda batch_id, ids: allowed(first + batch_id, ids)
+    return given
+
+
+def apart(request: Request, row: int, model: Any) -> Request:
+    """A request whose processors and stop conditions serve one row only, and keep no state of another."""
+    if len(request.input_ids) == 1:
+        return request
+    processors = LogitsProcessorList(own_processor(item, row, request, model) for item in request.processors)
+    criteria = StoppingCriteriaList(own_copy(item, model) for item in request.criteria)
+    return replace(request, processors=processors, criteria=criteria)
+
+
+def own_processor(processor: Any, row: int, request: Request, model: Any) -> Any:
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = private.allowed_tokens_function(processor)
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+    if isinstance(processor, OF_ALL_PROMPTS) and len(request.input_ids) != request.config.num_return_sequences:
+        name = type(processor).__name__
+        raise UsageError(f"{name} was made for a whole batch: use GraphDecoder, or one prompt at a time")
+    return own_copy(processor, model)
+
+
+def own_copy(item: Any, model: Any) -> Any:
+    """A copy with a state of its own; models and tokenizers that it holds are shared."""
+    held = [model, *(value for value in vars(item).values() if isinstance(value, nn.Module | PreTrainedTokenizerBase))]
+    try:
+        return copy.deepcopy(item, {id(one): one for one in held})
+    except Exception as error:
+        name = type(item).__name__
+        raise UsageError(f"{name} cannot be copied for every row ({error}): decode one prompt at a time") from error

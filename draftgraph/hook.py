@@ -8,9 +8,27 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftgraph.config import GraphConfig
-from draftgraph.decoder import GraphDecoder, fresh_seed
+from draftgraph.decoder import GraphDecoder, fresh_seed, gathered, stream
 from draftgraph.generation import capture, refuse_fields
-from draftgraph.output import gathered
+
+KEPT = "_draftgraph_decoder"  # an attribute of the model, so that both are forgotten together
+
+
+class Kept:
+    """The decoder of the last call with a model: what it has recorded and learnt serves the next."""
+
+    def __init__(self, decoder: GraphDecoder) -> None:
+        self.decoder = decoder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a model that is copied or saved has None: nothing that needs this package
+
+
+def kept_decoder(model: Any, draft: Any) -> GraphDecoder:
+    kept: Kept | None = vars(model).get(KEPT)
+    if kept is None or kept.decoder.target_model is not model or kept.decoder.draft_model is not draft:
+        kept = vars(model)[KEPT] = Kept(GraphDecoder(model, draft))
+    return kept.decoder
 
 
 def custom_generate(
@@ -30,14 +48,12 @@ def custom_generate(
     """
     refuse_fields(model, {"generation_config": generation_config})
     request = capture(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-    decoder = GraphDecoder(model, draft_model, config=graph_config or GraphConfig())
-    seed = fresh_seed() if seed is None else seed
+    decoder = kept_decoder(model, draft_model)
+    seed, config = fresh_seed() if seed is None else seed, graph_config or GraphConfig()
     decodings = []
     for row in range(len(input_ids)):
-        decoding = decoder.start(request, row, seed)
-        for _ in decoding:
-            pass
-        decodings.append(decoding)
+        decodings.append(decoder.start(request, row, seed, config=config))
+        stream(decodings[-1])
     result = gathered(decodings, input_ids)
     if not generation_config.return_dict_in_generate:
         return result.sequences

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64 (Steele, Lea and Flood, 2014)
-WIDE_GOLDEN, WIDE_MIX = np.uint64(GOLDEN), [(np.uint64(shift), np.uint64(factor)) for shift, factor in MIX]
 CHOICE, DRAFT, ACCEPTANCE, RESIDUAL = range(4)  # independent streams
 
 
@@ -53,19 +50,6 @@ class KeyedNoise:
         if key not in self._rows:
             self._rows[key] = -torch.log(-torch.log(self.uniform(position, size, device, stream)))
         return self._rows[key]
-
-    def gumbel_of(self, positions: NDArray[np.int64], tokens: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
-        """The noise of a few tokens [rows, tokens], each row at its own position."""
-        keys = np.array([self._row_key(position, stream) for position in positions.tolist()])[:, None]
-        bits = (tokens + 1).view(np.uint64) * WIDE_GOLDEN + keys.view(np.uint64)
-        for shift, factor in WIDE_MIX:
-            bits ^= bits >> shift
-            bits *= factor
-        bits ^= bits >> np.uint64(31)
-        noise: NDArray[np.float64] = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # uniform, so far
-        for _ in range(2):
-            np.negative(np.log(noise, out=noise), out=noise)
-        return noise
 
     def stream_key(self, stream: int) -> int:
         return mix(self.key ^ stream)

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from draftgraph.batching.batch import continue_all
+from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
-from draftgraph.decoder import GraphDecoder, fresh_seed
-from draftgraph.decoding import Decoding
+from draftgraph.decoder import Decoding, GraphDecoder, fresh_seed, stream
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.generation import Request, context_window, prepare
+from draftgraph.generation import Request, context_window, prepare, row_arguments
 from draftgraph.models import check_same_tokens, load_model
-from draftgraph.models.default import DEFAULT_DRAFT
-from draftgraph.models.draft_folder import is_draft_folder, load_draft
+from draftgraph.models.draft import is_draft_folder, load_draft
+from draftgraph.models.fetch import DEFAULT_DRAFT
+from draftgraph.sequence import Sequence
 from draftgraph.stats import Stats
 from draftgraph.text import Messages, TextStream, decode, encode
 
@@ -76,20 +79,34 @@ class Pair:
         if prompts and len(prompts) < len(prompt):
             raise UsageError("a list is either of prompts or of messages: this one has both")
         if prompts:
-            from draftgraph.batching.generating import generate_all
-
-            return generate_all(self, prompts, **arguments)
+            return self._generate_all(prompts, **arguments)
         streamer = arguments.pop("streamer", None)
         decoding = self.start(prompt, **arguments)  # type: ignore[arg-type]
-        if streamer is not None:
-            streamer.put(decoding.prefix.view.cpu())
-        for tokens in decoding:
-            if streamer is not None:
-                for token in tokens:
-                    streamer.put(torch.tensor([token]))
-        if streamer is not None:
-            streamer.end()
+        stream(decoding, streamer)
         return self.output(decoding)
+
+    def _generate_all(
+        self,
+        prompts: list[str],
+        *,
+        seed: int | None = None,
+        config: GraphConfig | None = None,
+        logprobs: bool = False,
+        streamer: Any = None,
+        **arguments: Any,
+    ) -> list[Output]:
+        """The outputs in the order of the prompts, each as it would be alone."""
+        if streamer is not None:
+            raise UsageError("streamer works with one text at a time: pass one prompt")
+        seed, config = fresh_seed() if seed is None else seed, config or self.decoder.config
+        model, rows = unwrapped(self.target), len(prompts)
+        given = [row_arguments(model, arguments, row, rows) for row in range(rows)]
+        sequences = [
+            Sequence(self.request(prompt, **one), seed, config, outputs=Outputs(keep_logprobs=logprobs))
+            for prompt, one in zip(prompts, given, strict=True)
+        ]
+        continue_all(self.decoder, sequences)
+        return [self.output(sequence) for sequence in sequences]
 
     def stream(self, prompt: str | Messages, **arguments: Any) -> Iterator[str]:
         """The text as it comes, never half a character; takes what `generate` takes."""
@@ -156,7 +173,7 @@ class Pair:
         given |= {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
         return prepare(self.target, ids, self.tokenizer, **given)
 
-    def output(self, decoding: Decoding) -> Output:
+    def output(self, decoding: Sequence) -> Output:
         """What a decoding has produced so far."""
         ids = decoding.new_tokens
         logprobs = decoding.outputs.logprobs if decoding.outputs.keep_logprobs else None

@@ -43,7 +43,7 @@ class Profile:
         return [f"{name} ({different(self.found_for.get(name), here[name])})" for name in others]
 
     def save(self, file: Path) -> None:
-        from draftgraph.models.cache import replacing
+        from draftgraph.files import replacing
 
         tables = {"setting": self.setting, "found_for": self.found_for, "measured": self.measured}
         parts = [f"{HEADER}format = {FORMAT}\n", *(toml_table(name, values) for name, values in tables.items())]

@@ -1,15 +1,56 @@
-"""Figures of a generation, gathered step by step."""
+"""What happened in one step, kept whole for whoever wants to look, and the figures of a generation."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from draftgraph.trace import Step
+from draftgraph.graph import State, TokenGraph, TokenTree
+
+Reason = Literal["k", "theta_prob", "theta_sib", "budget", "not drafted"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One draft-and-verify step."""
+
+    position: int  # of the root, in the text
+    graph: TokenGraph  # what the tree is an unrolled view of
+    tree: TokenTree
+    path: list[int]  # accepted tree nodes, the root left out
+    tokens: list[int]  # what the target chose: the accepted tokens and one more
+    finish_reason: str | None = None  # the text ended inside this step
+
+    @property
+    def stopped(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def rejection(self) -> Reason | None:
+        """Why the target's last token was not in the tree; None if it was."""
+        node, token = (self.path[-1] if self.path else 0), self.tokens[-1]
+        if len(self.path) == len(self.tokens):
+            return None
+        graph = self.graph
+        here = int(graph.canonical[self.tree.nodes[node]])
+        if token in graph.children_of(here) or (here, token) in graph.crowded_out:
+            return "budget"
+        if (here, token) in graph.dropped:
+            return "theta_sib"
+        state = graph.state_of(here)
+        if state is State.LEAF:
+            return "theta_sib" if here in graph.weak_siblings else "theta_prob"
+        if state is State.OPEN:
+            return "budget"
+        return "k" if graph.is_drafted(here) else "not drafted"
+
+
+Observer = Callable[[Step], None]
+
 
 Phase = Literal["prefill", "draft", "verify", "other"]
 SOURCES = ("draft", "merged", "copied", "recycled")

@@ -66,7 +66,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def something_compiled() -> None:
     """So that no command of these tests has to say on stderr that it compiles for the first time."""
-    from draftgraph.compiled.table import empty, get
+    from draftgraph.proposers.table import empty, get
 
     get(empty(4), 7)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from draftgraph import CostModel
-from draftgraph.tuning import Curve, Latencies
+from draftgraph.cost import Curve, Latencies
 
 
 class FakeClock:

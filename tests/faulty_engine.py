@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from draftgraph.engine.packed import PackedEngine
+from draftgraph import step
 from draftgraph.serve import engine_process
 
 ERRORS = {
@@ -13,16 +13,16 @@ ERRORS = {
     "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
 }
 ORDERS = Path(os.environ["FAULTY_ENGINE"])
-sound = PackedEngine._pass
+sound = step.verify  # the pass of the target
 
 
-def breaking(self, *given):
+def breaking(*given):
     if ORDERS.exists():
         kind = ORDERS.read_text()
         ORDERS.unlink()
         raise ERRORS[kind]()
-    return sound(self, *given)
+    return sound(*given)
 
 
-PackedEngine._pass = breaking
+step.verify = breaking
 engine_process.main()

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from draftgraph.errors import DraftGraphError, UsageError
-from draftgraph.serve.engine_process import Loop, telling_faults
+from draftgraph.serve.engine_process import Loop, reporting_faults
 
 TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
@@ -228,7 +228,7 @@ def fake_engine(texts: int, waiting: int, faulty: bool, descriptor: int) -> None
     def serve() -> None:
         Loop(connection, FakeScheduler(texts, waiting, faulty), FakeJob).run(ready)
 
-    os._exit(telling_faults(connection, serve))
+    os._exit(reporting_faults(connection, serve))
 
 
 def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True) -> list[str]:

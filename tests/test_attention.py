@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_tools import PAGED, score
 from families import FAMILIES, VOCAB, target_of
 
 from draftgraph import GraphDecoder, UnsupportedModelError
 from draftgraph.engine import selfcheck
-from draftgraph.engine.loan import Loan
-from draftgraph.engine.runner import EagerEngine
+from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.eager import EagerContext, EagerEngine
+from draftgraph.engine.paged import PagedEngine
 
 BRANCHING = [family for family in FAMILIES if family != "bloom"]
 EXACT = 1e-4
@@ -32,13 +34,15 @@ def plain(model: Any, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0, -1]
 
 
-def error_of(model: Any, text: list[int], tree: tuple[Any, Any, Any], told: tuple[Any, Any]) -> float:
+def error_of(
+    model: Any, text: list[int], tree: tuple[Any, Any, Any], told: tuple[Any, Any], engine: Any = EagerEngine
+) -> float:
     """Largest difference between plain passes over the tree's paths and one pass told these depths and mask."""
     tokens, _, mask = tree
-    engine = EagerEngine(model)
+    context = engine(model).open()
     with Loan(model):
-        engine.prefill(text)
-        logits = engine.forward(tokens, *told)
+        context.prefill(text)
+        logits = score(context, tokens, *told)
     expected = torch.stack([plain(model, text + tokens[row].tolist()) for row in mask])
     return float((logits - expected).abs().max())
 
@@ -55,8 +59,11 @@ def test_logits_of_every_node_are_those_of_its_path(family: str, attention: str)
     assert error_of(model, text, tree, tree[1:]) < EXACT
 
 
-@pytest.mark.parametrize("family", BRANCHING)
-def test_a_wrong_mask_is_caught(family: str) -> None:
+BY_BOTH = [*((family, EagerEngine) for family in BRANCHING), *((family, PagedEngine) for family in PAGED)]
+
+
+@pytest.mark.parametrize(("family", "engine"), BY_BOTH)
+def test_a_wrong_mask_is_caught(family: str, engine: Any) -> None:
     model = target_of(family)
     text, tree = [3, 1, 4, 1, 5], (np.array([9, 2, 6, 5, 3]), np.array([0, 1, 1, 2, 2]), np.zeros((5, 5), dtype=bool))
     tree[2][:] = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
@@ -64,21 +71,22 @@ def test_a_wrong_mask_is_caught(family: str) -> None:
     hidden[3, 1] = False  # an ancestor
     shown[2, 1] = True  # a sibling
     shifted[4] += 1
-    assert error_of(model, text, tree, tree[1:]) < EXACT
-    assert error_of(model, text, tree, (tree[1], hidden)) > 100 * EXACT
-    assert error_of(model, text, tree, (tree[1], shown)) > 100 * EXACT
-    assert error_of(model, text, tree, (shifted, tree[2])) > 100 * EXACT
+    assert error_of(model, text, tree, tree[1:], engine) < EXACT
+    assert error_of(model, text, tree, (tree[1], hidden), engine) > 100 * EXACT
+    assert error_of(model, text, tree, (tree[1], shown), engine) > 100 * EXACT
+    assert error_of(model, text, tree, (shifted, tree[2]), engine) > 100 * EXACT
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
 def test_the_self_check_refuses_a_model_whose_trees_are_wrong(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = target_of(family)
-    honest = EagerEngine._run
+    honest = EagerContext._run
 
-    def shifted(self: EagerEngine, tokens: Any, depths: Any, visible: Any, keep: int = 0) -> torch.Tensor:
+    def shifted(self: EagerContext, tokens: Any, depths: Any, visible: Any, keep: int = 0) -> torch.Tensor:
         return honest(self, tokens, [depth + (depth > 1) for depth in depths], visible, keep)
 
-    monkeypatch.setattr(EagerEngine, "_run", shifted)
+    monkeypatch.setattr(EagerContext, "_run", shifted)
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "eager")
     with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__}.*off those of plain passes"):
         GraphDecoder(model)
 
@@ -86,16 +94,17 @@ def test_the_self_check_refuses_a_model_whose_trees_are_wrong(family: str, monke
 def test_a_model_that_takes_no_tree_is_decoded_in_chains() -> None:
     with pytest.warns(UserWarning, match="BloomForCausalLM cannot take a token tree"):
         decoder = GraphDecoder(target_of("bloom"))
-    assert not decoder.can_branch
+    assert not decoder.engines.can_branch
 
 
-def test_texts_longer_than_the_window_are_forgotten_by_position_not_by_slot() -> None:
+@pytest.mark.parametrize("engine", [EagerEngine, PagedEngine])
+def test_texts_longer_than_the_window_are_forgotten_by_position_not_by_slot(engine: Any) -> None:
     model = target_of("mistral")
     rng = np.random.default_rng(1)
     text = rng.integers(0, VOCAB, 60).tolist()
     wide = (rng.integers(0, VOCAB, 30), np.array([0] + [1] * 29), np.eye(30, dtype=bool))
     wide[2][:, 0] = True
-    assert error_of(model, text, wide, wide[1:]) < EXACT
+    assert error_of(model, text, wide, wide[1:], engine) < EXACT
 
 
 @pytest.mark.parametrize("kind", ["MambaConfig", "RwkvConfig", "JambaConfig"])
@@ -128,15 +137,25 @@ def test_encoder_decoders_are_refused_by_name() -> None:
 def test_a_checked_model_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target_of("llama")
     GraphDecoder(model)
-    monkeypatch.setattr(selfcheck, "_abilities", lambda model: pytest.fail("checked twice"))
+    monkeypatch.setattr(selfcheck, "_abilities", lambda *given: pytest.fail("checked twice"))
     GraphDecoder(model)
 
 
-def test_caches_are_allocated_once_for_the_whole_text() -> None:
+@pytest.mark.parametrize("engine", ["eager", None])
+def test_caches_are_allocated_once_for_the_whole_text(engine: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine is not None:
+        monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
     decoder = GraphDecoder(target_of("llama"))
     decoder.generate([[1, 2, 3] * 4], max_new_tokens=2)
-    engine: Any = decoder.target_engine
-    engine.reserve(900)
-    kept = [layer.keys.data_ptr() for layer in engine._cache.slot_layers]
+    decoding: Any = decoder.engines.target
+    context = decoder._alone.contexts[0]
+    context.reserve(900)
+
+    def places() -> list[int]:
+        if engine == "eager":
+            return [layer.keys.data_ptr() for layer in context._cache.slot_layers]
+        return [block.data_ptr() for block in decoding.cache.blocks.values()]
+
+    kept = places()
     decoder.generate([[1, 2, 3] * 4], max_new_tokens=600)
-    assert [layer.keys.data_ptr() for layer in engine._cache.slot_layers] == kept
+    assert places() == kept

@@ -19,8 +19,7 @@ from draftgraph.bench.answers import Answer, TargetAnswers, loops
 from draftgraph.bench.replay import Replay
 from draftgraph.bench.structures import BEST_FIRST, STRUCTURES
 from draftgraph.bench.tasks import read_tasks
-from draftgraph.models.draft_folder import save_draft
-from draftgraph.models.student import cut_student
+from draftgraph.models.draft import cut_student, save_draft
 from draftgraph.pair import Pair, load
 
 NEW_TOKENS = 32

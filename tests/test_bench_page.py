@@ -15,19 +15,15 @@ from rich.console import Console
 from test_bench_report import TASKS, made_up, of_a_peer, report_of
 from test_inspect import no_errors
 
-from draftgraph.bench.diagnosis import diagnoses
-from draftgraph.bench.page import Part, Section, page
-from draftgraph.bench.page.charts import Bar, bars, lines, nice, stacks
-from draftgraph.bench.page.paper_part import paper_part
-from draftgraph.bench.paper.finding import COUNTS, Finding
+from draftgraph.bench.page import Bar, Part, Section, bars, lines, nice, page, paper_part, stacks
+from draftgraph.bench.paper.findings import COUNTS, Finding, PaperReport
 from draftgraph.bench.paper.items import grid_modes
-from draftgraph.bench.paper.report import PaperReport
-from draftgraph.bench.report import Table
+from draftgraph.bench.reporting import Table
 from draftgraph.bench.runs import Record
 from draftgraph.bench.speed import bench_run
-from draftgraph.bench.speed_report import SpeedReport
+from draftgraph.bench.speed_report import SpeedReport, diagnoses
 from draftgraph.cli.bench import drawn, narrowed
-from draftgraph.tuning.latency import Curve, Latencies
+from draftgraph.cost.latency import Curve, Latencies
 
 CURVE = Curve.of([32, 512], [1, 2, 4], [[0.01, 0.011, 0.012], [0.012, 0.013, 0.014]])
 WARM_UP = {"kind": "warm-up", "prices": "measured", "seconds": 1.0}

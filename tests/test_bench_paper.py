@@ -17,24 +17,19 @@ from cli_tools import Runner, refused
 from families import perturbed
 
 from draftgraph import UsageError
-from draftgraph.bench import inflation
+from draftgraph.bench import inflation, searching
 from draftgraph.bench.inflation import Shape
-from draftgraph.bench.paper import best_setting, masks, probe_findings, probes
+from draftgraph.bench.paper import findings, items, probes
 from draftgraph.bench.paper import study as study_module
-from draftgraph.bench.paper.counts import Sameness, measured
-from draftgraph.bench.paper.draft_sizes import known_sizes
-from draftgraph.bench.paper.finding import Finding
+from draftgraph.bench.paper.findings import Finding, PaperReport, known_sizes, measured
 from draftgraph.bench.paper.items import CHAINS, ITEMS, SIZES, Item, Size, grid_modes
-from draftgraph.bench.paper.looking import Looks, probed, scored
-from draftgraph.bench.paper.report import PaperReport
+from draftgraph.bench.paper.probes import Looks, probed, scored_probes
 from draftgraph.bench.paper.study import Study, bench_paper
-from draftgraph.bench.runs import FILE, Record, read_records
-from draftgraph.bench.speed import Deadline
+from draftgraph.bench.runs import FILE, Deadline, Record, read_records
 from draftgraph.bench.structures import mode_named
-from draftgraph.bench.task_prompts import TaskPrompt
+from draftgraph.bench.tasks import TaskPrompt
 from draftgraph.decoder import weights_read
 from draftgraph.pair import Pair
-from draftgraph.tuning import searching
 
 PROBLEM = TaskPrompt("the cat sat", "1 + 1 = 2 #### 2", "math")
 TASKS = {"gsm8k": [PROBLEM, "a cat"], "poetry": ["on the mat"], "wmt14_ende": ["the mat and the cat"]}
@@ -126,15 +121,15 @@ def test_a_wrong_mask_at_the_draft_changes_nothing_and_at_the_target_it_may(pair
     parted = {record["setting"]: record["first_difference"] for record in probed(study, "masks")}
     assert parted["draft 0.5"] is None and parted["target 0.0"] is None
     arguments = {"max_new_tokens": 40, "min_new_tokens": 40}
-    right = masks.answer(pair, "the cat sat on", arguments).new_tokens
-    assert masks.answer(pair, "the cat sat on", arguments, draft=1.0).new_tokens == right
-    engines = pair.decoder.target_engine, pair.decoder.draft_engine
-    assert not any(name in vars(engine) for engine in engines for name in ("forward", "check")), "put back"
+    right = probes.answer_with_wrong_masks(pair, "the cat sat on", arguments).new_tokens
+    assert probes.answer_with_wrong_masks(pair, "the cat sat on", arguments, draft=1.0).new_tokens == right
+    engines = pair.decoder.engines.target, pair.decoder.engines.draft
+    assert not any("run" in vars(engine) for engine in engines), "put back"
 
 
 def test_strangers_are_no_ancestors_and_nobody_sees_the_future() -> None:
     visible = np.array([[True, True, False, False], [True, False, True, False], [True, True, False, True]])
-    changed = masks.with_strangers(visible, 1.0, np.random.default_rng(0))
+    changed = probes.with_strangers(visible, 1.0, np.random.default_rng(0))
     assert (changed | visible == changed).all()
     assert changed.sum(axis=1).tolist() == [2, 3, 4]  # the first sees all that is before it anyway
 
@@ -206,7 +201,7 @@ def test_the_best_setting_stands_beside_the_papers_and_auto(study: Path) -> None
 def test_which_values_mattered_is_told(study: Path) -> None:
     report = json.loads((study / "search" / "search.json").read_text())
     weights = {"k": 0.1, "max_nodes": 0.5, "tau": 0.05, "growth": 0.35}
-    answer = best_setting.found_in("question-3", report | {"importance": weights}).answer
+    answer = findings.best_setting_in(report | {"importance": weights}).answer
     assert answer.endswith("What mattered most: max_nodes (50%), growth (35%), k (10%).")
 
 
@@ -231,10 +226,10 @@ def test_the_best_are_compared_when_all_trials_are_done(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = iter([True, False])
-    monkeypatch.setattr(searching.Limit, "allows", lambda *_: next(allowed))
+    monkeypatch.setattr(searching.Deadline, "allows", lambda *_: next(allowed))
     arguments: dict[str, Any] = {"trials": 2, "max_new_tokens": 6, "compare_early": False}
     first = searching.search(pair, {"gsm8k": ["a cat"]}, tmp_path, **arguments)
-    assert (len(first.trials), first.rounds) == (1, 0) and best_setting.finding("question-3", tmp_path) is None
+    assert (len(first.trials), first.rounds) == (1, 0) and findings.best_setting(tmp_path) is None
     monkeypatch.undo()
     second = searching.search(pair, {"gsm8k": ["a cat"]}, tmp_path, **arguments)
     assert (len(second.trials), second.rounds) == (2, searching.ROUNDS) and second.trials[0] == first.trials[0]
@@ -245,9 +240,9 @@ def test_the_best_are_compared_when_all_trials_are_done(
 
 def test_only_prompts_with_one_right_result_are_scored(pair: Pair) -> None:
     tasks = {"xsum": [TaskPrompt("x", "A short text, 2024.")], "gsm8k": ["a", PROBLEM, PROBLEM], "math": [PROBLEM]}
-    places = [(probe.task, probe.prompt) for probe in scored(tasks, SIZE) if probe.setting == "draft 0.5"]
-    assert places == [("gsm8k", 1), ("gsm8k", 2)] and not list(scored({"gsm8k": ["a cat"]}, SIZE))
-    assert len(list(scored(tasks, SIZE))) == 2 * len(masks.SETTINGS)
+    places = [(probe.task, probe.prompt) for probe in scored_probes(tasks, SIZE) if probe.setting == "draft 0.5"]
+    assert places == [("gsm8k", 1), ("gsm8k", 2)] and not list(scored_probes({"gsm8k": ["a cat"]}, SIZE))
+    assert len(list(scored_probes(tasks, SIZE))) == 2 * len(probes.SETTINGS)
 
 
 def test_an_answer_is_right_if_its_last_number_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,18 +256,18 @@ def test_an_answer_is_right_if_its_last_number_is(pair: Pair, monkeypatch: pytes
 
 def test_wrong_masks_at_the_draft_are_plain_decoding_and_one_that_is_not_is_told(study: Path) -> None:
     records = probed(study, "accuracy")
-    assert [record["setting"] for record in records] == list(masks.SETTINGS)
+    assert [record["setting"] for record in records] == list(probes.SETTINGS)
     one = found(study, "check-2-accuracy")
     assert one.agrees and one.table is not None and one.table.lines[-1][:3] == ["draft 0.5", "0%", "100%"]
     changed: list[Record] = [record | {"first_difference": 3, "right": True, "plain_right": True} for record in records]
-    other = probe_findings.accuracy("check-2-accuracy", changed)
+    other = findings.accuracy(changed)
     assert (
         other is not None
         and other.agrees is False
         and "CHANGE answers" in other.answer
         and other.figures["plain"] == 1.0
     )
-    at_ties = probe_findings.accuracy("check-2-accuracy", [record | {"tie": True} for record in changed])
+    at_ties = findings.accuracy([record | {"tie": True} for record in changed])
     assert at_ties is not None and at_ties.agrees and at_ties.table is not None
     assert at_ties.table.lines[-1][2] == "0% (1 part at a tie)"
     assert "but at ties (1 of 1; right masks, which also round: 1)" in at_ties.answer
@@ -281,9 +276,9 @@ def test_wrong_masks_at_the_draft_are_plain_decoding_and_one_that_is_not_is_told
 def test_a_prompt_that_was_answered_at_some_settings_only_is_left_out(study: Path) -> None:
     records = probed(study, "accuracy")
     half = [record | {"prompt": 1, "plain_right": True} for record in records[:2]]
-    assert probe_findings.accuracy("x", records + half) == probe_findings.accuracy("x", records)
-    assert probe_findings.accuracy("x", half) is None
-    assert probe_findings.wrong_masks("x", probed(study, "masks")[:-1]) is None, "nothing is known of the draft yet"
+    assert findings.accuracy(records + half) == findings.accuracy(records)
+    assert findings.accuracy(half) is None
+    assert findings.wrong_masks(probed(study, "masks")[:-1]) is None, "nothing is known of the draft yet"
 
 
 # Drafts of several sizes
@@ -349,7 +344,7 @@ def test_an_inflated_target_is_searched_and_drafted_for(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(inflation.SHAPES, "llama-2-7b", Shape(64, 96, 3, 8, head_dim=8))
-    monkeypatch.setattr(study_module, "ITEMS", ITEMS[:1])
+    monkeypatch.setattr(items, "ITEMS", ITEMS[:1])
     assert bench_paper(pair, {"gsm8k": [PROBLEM]}, tmp_path / "out", size=SIZE, inflate="llama-2-7b")
     monkeypatch.setattr(inflation, "SHAPES", Once(inflation.SHAPES))
     assert bench_paper(pair, {"gsm8k": [PROBLEM]}, tmp_path / "out", size=SIZE, inflate="llama-2-7b"), "opened once"
@@ -362,11 +357,8 @@ def test_an_inflated_target_is_searched_and_drafted_for(
 
 
 def test_answers_that_part_are_counted_by_where() -> None:
-    def of(*parted: tuple[bool, bool]) -> Sameness:
-        return Sameness.of([{"same": same, "tie": tie} for same, tie in parted])
-
-    same, tie, other = (True, False), (False, True), (False, False)
-    assert str(of(same, same)) == "the same"
-    assert str(of(same) + of(tie)) == "the same but at ties of rounding"
-    assert str(of(same, other) + of(same)) == "the same, and NOT in 1 of 3 answers"
-    assert str(of(tie, other, same)) == "the same but at ties of rounding, and NOT in 1 of 3 answers"
+    same, tie, other = ({"same": not parted, "tie": tie} for parted, tie in ((0, False), (1, True), (1, False)))
+    assert findings.sameness([same, same]) == "the same"
+    assert findings.sameness([same, tie]) == "the same but at ties of rounding"
+    assert findings.sameness([same, other, same]) == "the same, and NOT in 1 of 3 answers"
+    assert findings.sameness([tie, other, same]) == "the same but at ties of rounding, and NOT in 1 of 3 answers"

@@ -13,14 +13,12 @@ import torch
 from bench_tools import pair_in, write_tasks
 from cli_tools import Runner
 
-from draftgraph.bench import bench_run, vllm_methods
-from draftgraph.bench.exports import Exports
-from draftgraph.bench.hf_methods import Generate
-from draftgraph.bench.methods import Answer
+from draftgraph.bench import bench_run, methods
+from draftgraph.bench.methods import Answer, Exports, Generate
 from draftgraph.bench.runs import Place, Record, read_records
 from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.structures import HF_METHODS
-from draftgraph.models.student import cut_student, lend_output_rows
+from draftgraph.models.draft import cut_student, lend_output_rows
 from draftgraph.pair import Pair
 
 TASKS = {"cats": ["the cat sat", "a cat"]}
@@ -186,7 +184,7 @@ def test_a_vllm_that_is_not_asked_is_stopped(
     count.touch()
     monkeypatch.setenv("VLLM_STAND_IN", "busy")
     monkeypatch.setenv("VLLM_COUNT", str(count))
-    worker = vllm_methods.Worker(stand_in, tmp_path / "log", torch.device("cpu"))
+    worker = methods.Worker(stand_in, tmp_path / "log", torch.device("cpu"))
     pair.target.save_pretrained(tmp_path / "model")
     options = {"model": str(tmp_path / "model"), "enable_prefix_caching": False, "dtype": "float32"}
     assert worker.ask(options | {"disable_log_stats": False}) == {"version": "9.9"}
@@ -214,7 +212,7 @@ def test_a_vllm_that_fails_says_why(
 
 
 def test_a_silent_vllm_is_ended(pair: Pair, tmp_path: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_methods, "PATIENCE", 0.2)
+    monkeypatch.setattr(methods, "PATIENCE", 0.2)
     (tmp_path / "site" / "vllm.py").write_text("import time; time.sleep(60)")
     report = small(pair, tmp_path / "out", ["vllm"], vllm=stand_in, repeats=1)
     assert report.failed == {"vllm": "vllm gave no answer in 0.2 seconds"}

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftgraph.bench.intervals import geometric_mean
 from draftgraph.bench.runs import Record
-from draftgraph.bench.speed_plot import save_plot
-from draftgraph.bench.speed_report import SpeedReport, label_of
-from draftgraph.bench.speed_tables import PEERS, TIES, speed_table, tables, to_markdown
+from draftgraph.bench.speed_report import (
+    PEERS,
+    TIES,
+    SpeedReport,
+    geometric_mean,
+    label_of,
+    save_plot,
+    speed_table,
+    tables,
+)
 
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 
@@ -92,7 +98,7 @@ def test_sources_are_shared_out_with_and_without_loops() -> None:
     assert auto.sources_without_loops.undrafted == pytest.approx(0.4)
     assert (auto.answers, auto.same, auto.ties, auto.sources_without_loops.answers) == (2, 1, 1, 1)
     assert off.sources.shares == {} and off.sources.undrafted is None
-    shown = to_markdown(report_of(*rows))
+    shown = report_of(*rows).to_markdown()
     assert (
         "| auto | 1 that do not loop | 60.0% |" in shown
         and "A looping answer" in shown
@@ -108,9 +114,9 @@ def test_a_peer_leaves_empty_what_it_does_not_tell() -> None:
     hf = report.mode("hf")
     assert hf.overall.speed.ratio == pytest.approx(0.8) and hf.library == "transformers 5"
     assert hf.overall.tokens_per_pass is hf.overall.nodes_per_pass is hf.same is hf.acceptance is None
-    shown = to_markdown(report)
+    shown = report.to_markdown()
     assert "| hf | 0.80x |  |  |  |" in shown and "| hf | 100 |  |  | 1.00 |" in shown and PEERS in shown
-    assert PEERS not in to_markdown(report_of(made_up("off", "cats", 0, 20.0)))
+    assert PEERS not in report_of(made_up("off", "cats", 0, 20.0)).to_markdown()
 
 
 def test_a_method_that_failed_is_a_row_with_the_reason() -> None:
@@ -119,7 +125,8 @@ def test_a_method_that_failed_is_a_row_with_the_reason() -> None:
     rows = [made_up("off", "cats", prompt, 20.0) for prompt in (0, 1)]
     report = report_of(session, failed, *rows, modes=["off", "vllm"])
     assert report.failed == {"vllm": "no environment"} and report.measured == report.planned == 2
-    assert "| vllm |  |  |  | failed |" in to_markdown(report) and "| vllm | no environment |" in to_markdown(report)
+    shown = report.to_markdown()
+    assert "| vllm |  |  |  | failed |" in shown and "| vllm | no environment |" in shown
     peer = [of_a_peer("vllm", "cats", prompt, 10.0) for prompt in (0, 1)]
     later = report_of(session, failed, *rows, session, *peer, modes=["off", "vllm"])
     assert not later.failed and later.planned == 4 and later.mode("vllm").overall.speed.ratio == pytest.approx(2.0)
@@ -138,7 +145,7 @@ def test_acceptance_is_told_by_depth_and_by_source() -> None:
     assert off.acceptance is None and auto.acceptance is not None
     assert auto.acceptance.by_depth == [0.7, 0.2, 0.1] and auto.acceptance.by_source == {"draft": 0.25, "copied": 0.25}
     assert auto.acceptance.proposed_per_accepted == 4.0
-    assert "| auto | 4.00 | 70.0% | 20.0% | 10.0% | 25.0% |  | 25.0% |  |" in to_markdown(report_of(*rows))
+    assert "| auto | 4.00 | 70.0% | 20.0% | 10.0% | 25.0% |  | 25.0% |  |" in report_of(*rows).to_markdown()
 
 
 def test_more_modes_than_a_picture_can_show_have_none(tmp_path: Path) -> None:
@@ -152,9 +159,8 @@ def test_energy_is_told_where_it_is_counted() -> None:
     rows = [made_up("off", "cats", 0, 20.0, joules=50.0), made_up("auto", "cats", 0, 10.0)]
     report = report_of(*rows)
     assert report.modes[0].joules_per_token == 5.0 and report.modes[1].joules_per_token is None
-    assert "joules per token" in to_markdown(report) and "joules" not in to_markdown(
-        report_of(rows[1] | {"mode": "off"})
-    )
+    uncounted = report_of(rows[1] | {"mode": "off"})
+    assert "joules per token" in report.to_markdown() and "joules" not in uncounted.to_markdown()
 
 
 def test_warm_up_and_memory_are_those_of_the_worst_start() -> None:
@@ -162,7 +168,7 @@ def test_warm_up_and_memory_are_those_of_the_worst_start() -> None:
     rows = [made_up("off", "cats", 0, 20.0), made_up("auto", "cats", 0, 10.0, extra_bytes=3_000_000_000)]
     report = report_of(*warm, *rows)
     assert report.modes[1].warm_up_seconds == 9.0 and report.modes[1].prices == "measured"
-    assert report.modes[0].extra_bytes is None and "| 9.00 | 3.00 |" in to_markdown(report)
+    assert report.modes[0].extra_bytes is None and "| 9.00 | 3.00 |" in report.to_markdown()
 
 
 def test_every_figure_of_an_inflated_target_says_so() -> None:

@@ -14,15 +14,14 @@ from cli_tools import Runner, refused, with_window
 from families import VOCAB, perturbed, target_of
 
 from draftgraph import GraphConfig, UsageError
-from draftgraph.bench import bench_run, inflation, speed
+from draftgraph.bench import bench_run, inflation, runs
 from draftgraph.bench.inflation import Shape
-from draftgraph.bench.runs import FILE, Place, Record, Runs, all_places, read_records
+from draftgraph.bench.runs import FILE, Deadline, Place, Record, Runs, all_places, read_records
 from draftgraph.bench.sameness import STEPS_OF_A_TIE, difference, first_difference
-from draftgraph.bench.speed import Deadline
 from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import BEST_FIRST, MODES, mode_named
-from draftgraph.cli.bench_run import SHAPES
+from draftgraph.cli.bench import SHAPES
 from draftgraph.pair import Pair
 from draftgraph.stats import SOURCES
 
@@ -80,7 +79,7 @@ def test_a_measurement_tells_what_happened(pair: Pair, tmp_path: Path, sampling:
     records = read_records(tmp_path)
     turns = ["warm-up", "run"] * 3  # each mode is warmed up once, before its first answer
     assert [record["kind"] for record in records[:9]] == ["configuration", "session", *turns, "run"]
-    assert records[0]["engine"] == type(pair.decoder.target_engine).__name__ and records[0]["dtype"] == "float32"
+    assert records[0]["engine"] == type(pair.decoder.engines.target).__name__ and records[0]["dtype"] == "float32"
     runs = [record for record in records if record["kind"] == "run"]
     for run in runs:
         assert run["same"] and run["first_difference"] is None and not run["tie"]
@@ -226,7 +225,7 @@ def test_a_damaged_line_is_named(pair: Pair, tmp_path: Path) -> None:
 
 def test_nothing_is_begun_that_would_not_be_done_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(speed.time, "monotonic", lambda: now)
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now)
     deadline = Deadline(100.0)
     now = 60.0
     assert not deadline.is_near

@@ -11,8 +11,8 @@ import torch
 from tiny_models import HEADS, REPOSITORY, SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from draftgraph.drafting.model import DraftVocabulary, likeliest
-from draftgraph.engine.loan import Loan
+from draftgraph.engine.borrowing import Loan
+from draftgraph.proposers.draft_model import DraftVocabulary, likeliest
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 SCRIPTS = ("draft_cost", "draft_sizes", "static_passes", "long_texts", "host_share")

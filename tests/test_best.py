@@ -9,7 +9,7 @@ import torch
 from kernel_tools import interpreter
 from torch import Tensor
 
-from draftgraph.engine.best import best_tokens, reference
+from draftgraph.kernels.best import best_tokens, best_tokens_reference, best_tokens_triton
 
 Best = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 SHAPES = [(1, 97, 4), (3, 2048, 8), (2, 2049, 1), (2, 12288, 16)]
@@ -17,9 +17,9 @@ SHAPES = [(1, 97, 4), (3, 2048, 8), (2, 2049, 1), (2, 12288, 16)]
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Best]:
-    kernel = pytest.importorskip("draftgraph.engine.best_kernel", reason="Triton is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
     with interpreter() as call:
-        yield lambda logits, k: call(kernel.best_tokens, logits, k)
+        yield lambda logits, k: call(best_tokens_triton, logits, k)
 
 
 def logits_of(rows: int, columns: int) -> Tensor:
@@ -28,7 +28,7 @@ def logits_of(rows: int, columns: int) -> Tensor:
 
 def test_the_reference_is_a_softmax() -> None:
     logits = logits_of(2, 30)
-    tokens, chances = reference(logits, 3)
+    tokens, chances = best_tokens_reference(logits, 3)
     plain = torch.softmax(logits, dim=-1).sort(descending=True)
     assert tokens.tolist() == plain.indices[:, :3].tolist()
     torch.testing.assert_close(chances.exp(), plain.values[:, :3])
@@ -37,7 +37,7 @@ def test_the_reference_is_a_softmax() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_gives_the_same(interpreted: Best, shape: tuple[int, int, int]) -> None:
     logits = logits_of(*shape[:2])
-    (tokens, chances), (expected, values) = interpreted(logits, shape[2]), reference(logits, shape[2])
+    (tokens, chances), (expected, values) = interpreted(logits, shape[2]), best_tokens_reference(logits, shape[2])
     assert tokens.tolist() == expected.tolist()
     torch.testing.assert_close(chances, values)
 
@@ -65,5 +65,5 @@ def test_rows_that_are_no_numbers_have_columns_all_the_same(columns: int) -> Non
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 49152, 16)], ids=str)
 def test_the_kernel_gives_the_same_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     logits = logits_of(*shape[:2]).cuda().to(dtype)
-    (_, chances), (_, values) = best_tokens(logits, shape[2]), reference(logits, shape[2])
+    (_, chances), (_, values) = best_tokens(logits, shape[2]), best_tokens_reference(logits, shape[2])
     torch.testing.assert_close(chances, values, rtol=1e-4, atol=1e-5)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, GraphDecoder, TokenGraph
 from draftgraph.cost import FlatCost
-from draftgraph.drafting.calibration import VOICES, Calibration, Voice
-from draftgraph.drafting.pool import Pool, Proposal, pooled
 from draftgraph.graph import NO_TOKEN, ROOT, Source
+from draftgraph.proposers.pooling import VOICES, Calibration, Pool, Proposal, Voice, pool, say_once
 
 GRID = np.linspace(0.0, 1.0, 201)
 PROMPT = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(4))
@@ -137,11 +136,12 @@ columns = st.lists(st.tuples(st.integers(0, 6), st.floats(0.01, 0.3)), unique_by
 
 @given(columns, columns, columns)
 def test_chances_are_chances(copied: Any, recycled: Any, draft: Any) -> None:
-    tokens, said = np.full((1, 9), NO_TOKEN), np.zeros((1, 9))
+    tokens, said, found = np.full(9, NO_TOKEN), np.zeros(9), np.zeros(9)
     for place, source in enumerate((draft, copied, recycled)):
         for rank, (token, chance) in enumerate(source):
-            tokens[0, place * 3 + rank], said[0, place * 3 + rank] = token, chance
-    found = pooled(tokens, said, 3)
+            tokens[place * 3 + rank], said[place * 3 + rank] = token, chance
+    say_once(tokens, said, 3)
+    pool(tokens, said, 3, found)
     named = {token for source in (copied, recycled, draft) for token, _ in source}
     assert (found > 0).sum() == len(named)
     assert set(tokens[found > 0].tolist()) == named
@@ -166,6 +166,15 @@ def test_a_draft_that_is_asked_late_revises_what_stands() -> None:
     assert after[20] < 0.6 and after[10] > 0.3
 
 
+def test_a_child_that_is_no_longer_among_the_best_keeps_what_is_left_of_its_chance() -> None:
+    graph, pool = TokenGraph(1, FREE), Pool(2, Calibration())
+    for proposal in (children("recycled", 21, 20, chances=[0.9, 0.02]), children("draft", 10, 20, chances=[0.9, 1e-4])):
+        for one in pool.weigh(graph, [ROOT], [proposal]):
+            graph.extend([ROOT], np.ones(1), one.tokens, one.chances, one.source)
+    after = {int(graph.tokens[node]): float(graph.probs[node]) for node in range(1, len(graph))}
+    assert after.keys() >= {20, 21} and 0.0 < after[20] < 0.01 < after[21] < 0.9
+
+
 class Notes(Calibration):
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +195,7 @@ def test_outcomes_are_known_on_the_walk_alone() -> None:
     tree = graph.unroll()
     first = tree.child(ROOT, 10)
     assert first is not None
-    pool.settle(pool.weighed, graph, tree, [ROOT, first], [10, 13])
+    pool.weighed.settle(notes, graph, tree, [ROOT, first], [10, 13])
     assert notes.outcomes == [
         ("draft", pytest.approx([0.25, 0.3]), [False, True]),
         ("draft's best", pytest.approx([0.5, 0.4]), [True, False]),
@@ -213,7 +222,7 @@ def test_the_text_never_depends_on_what_was_learnt(style: dict[str, Any]) -> Non
     plain = GraphDecoder(target, config=GraphConfig(mode="off")).generate(PROMPT, max_new_tokens=50, **style)
     decoder = GraphDecoder(target, perturbed(target, 0.3), config=FREE)
     first = decoder.generate(PROMPT, max_new_tokens=50, **style)
-    for calibration in decoder.calibrations.values():
+    for calibration in decoder.learnt.calibrations.values():
         for voice in VOICES:
             calibration.observe(voice, GRID[1:], GRID[1:] < 0.5)  # the surer, the less true
             calibration.learn()
@@ -225,12 +234,12 @@ def test_requests_of_one_decoder_learn_together_and_greedy_apart_from_sampled() 
     target = target_of("llama")
     decoder = GraphDecoder(target, perturbed(target, 0.3), config=FREE)
     decoder.generate(PROMPT, max_new_tokens=50, do_sample=False)
-    greedy = decoder.calibrations[False].corrected("draft", GRID)
+    greedy = decoder.learnt.calibrations[False].corrected("draft", GRID)
     assert greedy.tolist() != GRID.tolist()
-    assert decoder.calibrations[True].corrected("draft", GRID).tolist() == GRID.tolist()
+    assert decoder.learnt.calibrations[True].corrected("draft", GRID).tolist() == GRID.tolist()
     decoder.generate(PROMPT, max_new_tokens=50, do_sample=True, seed=1)
-    assert decoder.calibrations[False].corrected("draft", GRID).tolist() == greedy.tolist()
-    assert decoder.calibrations[True].corrected("draft", GRID).tolist() != GRID.tolist()
+    assert decoder.learnt.calibrations[False].corrected("draft", GRID).tolist() == greedy.tolist()
+    assert decoder.learnt.calibrations[True].corrected("draft", GRID).tolist() != GRID.tolist()
 
 
 @pytest.mark.parametrize("mode", ["graph", "tree", "chain"])
@@ -238,7 +247,7 @@ def test_the_papers_modes_see_raw_probabilities(mode: Any) -> None:
     target = target_of("llama")
     decoder = GraphDecoder(target, perturbed(target, 0.3), config=GraphConfig(mode=mode))
     decoder.generate(PROMPT, max_new_tokens=30, do_sample=False)
-    assert decoder.calibrations[False].corrected("draft", GRID).tolist() == GRID.tolist()
+    assert decoder.learnt.calibrations[False].corrected("draft", GRID).tolist() == GRID.tolist()
 
 
 def test_the_same_request_is_drafted_the_same_way() -> None:

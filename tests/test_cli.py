@@ -16,8 +16,8 @@ import pytest
 from cli_tools import PROMPT, Done, Runner, with_window
 
 import draftgraph
-from draftgraph.cli import compare
 from draftgraph.cli.chat import Conversation
+from draftgraph.cli.generate import Timed
 from draftgraph.cli.options import FIELDS
 from draftgraph.errors import DraftGraphError
 
@@ -172,9 +172,9 @@ def test_chat_keeps_its_cache_and_what_was_said_before_an_interruption(folder):
         decoding.step()
     conversation.keep(decoding)
     assert conversation.turns[-1] == {"role": "assistant", "content": pair.output(decoding).text}
-    engine, fed = pair.decoder.target_engine, []
-    original = engine.prefill
-    engine.prefill = lambda tokens, *rest: original(fed.extend(tokens) or tokens, *rest)
+    context, fed = decoding.context, []
+    original = context.prefill
+    context.prefill = lambda tokens, *rest: original(fed.extend(tokens) or tokens, *rest)
     following = conversation.ask("the dog")
     assert following.prompt_length - len(fed) > decoding.prompt_length  # the first turn was not read again
 
@@ -237,14 +237,14 @@ def test_compare_finds_the_same_tokens(run, folder):
 
 
 def test_compare_fails_when_tokens_differ(run, folder, monkeypatch):
-    original = compare.Timed.run
+    original = Timed.run
 
     def wrong(self: Any, *arguments: Any) -> None:
         original(self, *arguments)
         if self.config.mode != "off":
             self.outputs[-1].token_ids[4] += 1
 
-    monkeypatch.setattr(compare.Timed, "run", wrong)
+    monkeypatch.setattr(Timed, "run", wrong)
     done = run("compare", PROMPT, "--target", folder, "--max-new-tokens", 8, "--repeat", 1)
     assert done.status == 1 and "DIFFER" in done.out and "from token 5 on" in done.err
 
@@ -289,7 +289,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(run, folder, tmp_path,
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("draftgraph.cli.inspect.os.replace", full)
+    monkeypatch.setattr("draftgraph.files.os.replace", full)
     done = run("inspect", PROMPT, "--target", folder, "--max-new-tokens", 4, "--out", file)
     assert done.status == 1 and "No space left" in done.err
     assert file.read_text() == "old" and [file] == list(tmp_path.iterdir())

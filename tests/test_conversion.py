@@ -14,8 +14,8 @@ from tiny_models import TEMPLATE, byte_level_tokens, logits, one_line_of, start_
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftgraph.errors import LoadError
-from draftgraph.models import convert, load_model
-from draftgraph.models.cache import sha256_of
+from draftgraph.files import sha256_of
+from draftgraph.models import gguf_file, load_model
 from draftgraph.models.gguf_file import ends_of_turn
 
 
@@ -36,14 +36,14 @@ def written_gguf(tmp_path_factory):
 @pytest.fixture(scope="session")
 def written_conversion(written_gguf, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted") / "tiny"
-    convert.convert(written_gguf, folder)
+    gguf_file.convert(written_gguf, folder)
     return folder
 
 
 @pytest.fixture
 def kept(written_gguf, written_conversion, cache):
     """The tiny GGUF, already converted into this test's cache."""
-    place = convert.folder_for(written_gguf.stem, sha256_of(written_gguf))
+    place = gguf_file.folder_for(written_gguf.stem, sha256_of(written_gguf))
     return Path(shutil.copytree(written_conversion, place))
 
 
@@ -76,11 +76,11 @@ def test_a_16_bit_gguf_is_kept_in_16_bits_and_loses_nothing(tmp_path):
     direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     assert model.dtype == torch.float32 and torch.equal(logits(model), logits(direct))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert (convert.converted_folder(path) / "model.safetensors").stat().st_size < 2.2 * parameters
+    assert (gguf_file.converted_folder(path) / "model.safetensors").stat().st_size < 2.2 * parameters
 
 
 def test_a_second_start_reads_the_cached_copy(kept, written_gguf, monkeypatch, capsys):
-    monkeypatch.setattr(convert, "convert", None)
+    monkeypatch.setattr(gguf_file, "convert", None)
     load_model(written_gguf, device="cpu")
     load_model(written_gguf.parent, device="cpu")  # a folder with nothing but one GGUF file
     assert capsys.readouterr() == ("", "")
@@ -108,9 +108,9 @@ def damage(folder, how):
         config = folder / "config.json"
         config.write_text("?" + config.read_text()[1:])
     elif how == "no manifest":
-        (folder / convert.MANIFEST).unlink()
+        (folder / gguf_file.MANIFEST).unlink()
     elif how == "older format":
-        (folder / convert.MANIFEST).write_text(json.dumps({"format": 0}))
+        (folder / gguf_file.MANIFEST).write_text(json.dumps({"format": 0}))
 
 
 @pytest.mark.parametrize(
@@ -126,28 +126,28 @@ def damage(folder, how):
     ],
 )
 def test_a_damaged_copy_is_noticed_and_made_again(written_gguf, how, capsys, monkeypatch):
-    monkeypatch.setattr(convert, "HASHED_BELOW", 64 << 10)  # so that the weights count as large, as real ones are
-    kept = convert.converted_folder(written_gguf)
+    monkeypatch.setattr(gguf_file, "HASHED_BELOW", 64 << 10)  # so that the weights count as large, as real ones are
+    kept = gguf_file.converted_folder(written_gguf)
     whole = logits(load_model(written_gguf, device="cpu")[0])
     capsys.readouterr()
     damage(kept, how)
     assert torch.equal(whole, logits(load_model(written_gguf, device="cpu")[0]))
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be used" in line and "converting it again" in line
-    assert convert.fault_of(kept) is None
+    assert gguf_file.fault_of(kept) is None
 
 
 MIDWAY = """
 import sys, time
 from pathlib import Path
-from draftgraph.models import convert, load_model
-write_manifest = convert.write_manifest
+from draftgraph.models import gguf_file, load_model
+write_manifest = gguf_file.write_manifest
 def midway(*arguments):
     print("midway", flush=True)
     while not Path(sys.argv[2]).exists():
         time.sleep(0.05)
     write_manifest(*arguments)
-convert.write_manifest = midway
+gguf_file.write_manifest = midway
 load_model(sys.argv[1], device="cpu")
 print("loaded")
 """

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from draftgraph import CostModel, GraphConfig, GraphDecoder, TokenTree
-from draftgraph.cost import NEARLY, DraftBudget, FlatCost, nodes_worth_checking
+from draftgraph.cost import Curve, FlatCost, Latencies, MeasuredCost
+from draftgraph.cost.budget import NEARLY, DraftBudget, levels_ahead, nodes_worth_checking, price_of_level
+from draftgraph.cost.sharing import Experience
 
 
 def tree_with(scores: list[float]) -> TokenTree:
@@ -111,3 +116,65 @@ def test_one_may_inject_a_cost_model_of_ones_own() -> None:
     decoder.observer = lambda step: sizes.append(len(step.tree))
     decoder.generate(torch.tensor([[1, 2, 3] * 6]), max_new_tokens=20)
     assert set(sizes) <= {1, 2} and 2 in sizes
+
+
+@dataclass
+class OwnPrices:
+    """As a user would write it: a plain dataclass, which has no hash, and whose prices may change."""
+
+    pass_price: float = 1.0
+    node_price: float = 0.0
+    level_price: float = 0.1
+
+    def of_pass(self, nodes: np.ndarray) -> np.ndarray:
+        return self.pass_price + self.node_price * (nodes - 1)
+
+    def of_level(self, nodes: np.ndarray) -> np.ndarray:
+        return np.full(nodes.shape, self.level_price)
+
+    def floor(self) -> float:
+        return 0.0
+
+
+def test_a_cost_model_need_not_be_hashable_and_is_asked_anew() -> None:
+    prices, tree = OwnPrices(), tree_with([1.0, 0.5, 0.2, 0.01])
+    ahead = partial(levels_ahead, prices, 8, 4, 0.8, 64)
+    assert (nodes_worth_checking(tree, prices), price_of_level(prices, 4)) == (4, 0.1)
+    assert ahead() > 0
+    prices.node_price, prices.level_price = 5.0, 3.0
+    assert (nodes_worth_checking(tree, prices), price_of_level(prices, 4)) == (1, 3.0)
+    assert ahead() == 0
+
+
+def test_many_texts_share_prices_that_change() -> None:
+    prices, several = OwnPrices(), np.array([1, 2, 3])
+    assert Experience().prices(prices, 4).of_pass(several).tolist() == [0.25, 0.25, 0.25]
+    prices.pass_price = 8.0
+    assert Experience().prices(prices, 4).of_pass(several).tolist() == [2.0, 2.0, 2.0]
+    assert nodes_worth_checking(tree_with([1.0, 0.5]), Experience().prices(prices, 4)) == 2
+    prices.node_price = 100.0
+    assert nodes_worth_checking(tree_with([1.0, 0.5]), Experience().prices(prices, 4)) == 1
+
+
+def test_measured_prices_are_computed_once() -> None:
+    asked: list[int] = []
+
+    class Counted(MeasuredCost):
+        def of_pass(self, nodes: np.ndarray) -> np.ndarray:
+            asked.append(len(nodes))
+            return super().of_pass(nodes)
+
+    prices = Counted(Latencies(Curve.of([0], [1, 64], [[1.0, 2.0]]), None, 64, 0.0))
+    tree = tree_with([1.0, 0.5, 0.2, 0.01])
+    assert nodes_worth_checking(tree, prices) == nodes_worth_checking(tree, prices)
+    assert asked == [4]
+
+
+def test_decoding_takes_prices_without_a_hash() -> None:
+    from families import perturbed, target_of
+
+    target = target_of("llama")
+    decoder = GraphDecoder(target, perturbed(target, 0.02), config=GraphConfig(cost=OwnPrices()))
+    found = decoder.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=12, do_sample=False)
+    plain = target.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=12, do_sample=False)
+    assert found.sequences.tolist() == plain.tolist()

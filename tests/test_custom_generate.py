@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +19,10 @@ from transformers.masking_utils import sdpa_mask
 
 import draftgraph
 from draftgraph import GraphConfig, GraphDecoder, UsageError
+from draftgraph.cost import FlatCost
 from draftgraph.generation import prepare
+from draftgraph.hook import KEPT
+from draftgraph.proposers.pooling import Calibration
 
 AttentionInterface.register("of_the_user", sdpa_attention_forward)
 AttentionMaskInterface.register("of_the_user", sdpa_mask)
@@ -45,6 +51,59 @@ def test_custom_generate_gives_the_tokens_of_generate(mode):
 
 def test_custom_generate_needs_neither_a_draft_nor_a_configuration():
     assert generate(custom_generate=draftgraph.custom_generate).tolist() == generate().tolist()
+
+
+class TestKeptDecoder:
+    """A model keeps the decoder of its last call: what that has recorded and learnt serves the next."""
+
+    def generate(self, target: Any, draft: Any, **arguments: Any) -> list[int]:
+        hook = {"custom_generate": draftgraph.custom_generate, "draft_model": draft, "seed": 1}
+        given = {"max_new_tokens": 30, "graph_config": GraphConfig(cost=FlatCost())} | arguments
+        return target.generate(PROMPT, **hook, **given)[0].tolist()
+
+    def models(self) -> tuple[Any, Any, Any]:
+        target = target_of("llama", seed=3)
+        return target, perturbed(target, 0.3), perturbed(target, 0.3, seed=5)
+
+    def test_the_next_call_has_the_same_decoder_and_what_it_has_learnt(self):
+        target, draft, _ = self.models()
+        expected = target.generate(PROMPT, max_new_tokens=30).tolist()[0]
+        assert self.generate(target, draft) == expected
+        decoder = vars(target)[KEPT].decoder
+        learnt, calibration = decoder.learnt, decoder.learnt.calibrations[False]
+        curve = calibration.curves.copy()
+        assert (curve != Calibration().curves).any()
+        assert self.generate(target, draft) == expected
+        assert vars(target)[KEPT].decoder is decoder and decoder.learnt is learnt
+        assert decoder.learnt.calibrations[False] is calibration and (calibration.curves != curve).any()
+        assert self.generate(target, draft, graph_config=GraphConfig(mode="chain")) == expected
+        assert vars(target)[KEPT].decoder is decoder, "a configuration needs no decoder of its own"
+
+    def test_another_draft_has_another_decoder(self):
+        target, draft, other = self.models()
+        decoders = []
+        for one in (draft, other, None, None):
+            self.generate(target, one)
+            decoders.append(vars(target)[KEPT].decoder)
+            assert decoders[-1].draft_model is one
+        assert len(set(decoders)) == 3 and decoders[2] is decoders[3]
+
+    def test_a_copy_of_the_model_has_a_decoder_of_its_own(self):
+        target, draft, _ = self.models()
+        expected = self.generate(target, draft)
+        for copied in (copy.deepcopy(target), pickle.loads(pickle.dumps(target)), copy.copy(target)):
+            assert self.generate(copied, draft) == expected
+            assert vars(copied)[KEPT].decoder is not vars(target)[KEPT].decoder
+            assert vars(copied)[KEPT].decoder.target_model is copied
+        assert b"draftgraph.hook" not in pickle.dumps(target), "who loads it may not have the package"
+
+    def test_a_model_that_nobody_holds_is_freed_with_its_decoder(self):
+        target, draft, _ = self.models()
+        self.generate(target, draft)
+        left = weakref.ref(target), weakref.ref(vars(target)[KEPT].decoder), weakref.ref(draft)
+        del target, draft
+        gc.collect()
+        assert [one() for one in left] == [None, None, None]
 
 
 def test_custom_generate_returns_what_generate_returns():
@@ -236,6 +295,7 @@ def test_a_failure_inside_custom_generate_leaves_the_modules_too():
     hook = {"custom_generate": draftgraph.custom_generate, "draft_model": draft, "stop_strings": None}
     with pytest.raises(KeyboardInterrupt):
         target.generate(PROMPT, logits_processor=LogitsProcessorList([Breaks(KeyboardInterrupt())]), **hook)
+    assert vars(target).pop(KEPT) is not None  # all that is left: the decoder, for the next call
     assert (state(target), state(draft)) == before
 
 

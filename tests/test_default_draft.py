@@ -9,7 +9,7 @@ import pytest
 
 import draftgraph
 from draftgraph import GraphConfig, Pair
-from draftgraph.models.default import DEFAULT_DRAFT
+from draftgraph.models.fetch import DEFAULT_DRAFT
 
 PROMPTS = [
     "Why do cats purr?",

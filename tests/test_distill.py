@@ -29,9 +29,9 @@ import draftgraph
 from draftgraph import GraphConfig
 from draftgraph.bench.answers import loops
 from draftgraph.distillation import Distilled, Recipe, distill
-from draftgraph.distillation.folders import LOCK
 from draftgraph.distillation.progress import Reporter
 from draftgraph.distillation.sampler import Sampler
+from draftgraph.files import LOCK
 
 VOCAB = len(bpe_tokenizer(["the cat sat on the mat"] * 4, 280))
 SMALL: dict[str, Any] = {
@@ -225,7 +225,7 @@ def test_the_same_seed_gives_the_same_weights_interrupted_or_not(
     assert not same(first, quick(folder, "other", **arguments, seed=1))
 
     # What is remembered of the target was rounded in other batches than what a new run reads again.
-    monkeypatch.setattr("draftgraph.distillation.memory.CPU_BYTES", 0)
+    monkeypatch.setattr("draftgraph.distillation.training.CPU_BYTES", 0)
     whole = quick(folder, "whole", **arguments)
     interrupted_at(10)
     with pytest.raises(KeyboardInterrupt):

@@ -27,8 +27,8 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 import draftgraph
 from draftgraph import UsageError
 from draftgraph.distillation import Recipe
-from draftgraph.distillation.folders import LOCK, held_alone
 from draftgraph.distillation.progress import amount
+from draftgraph.files import LOCK, held_alone
 
 VOCAB = len(bpe_tokenizer(["the cat sat on the mat"] * 4, 280))
 PROMPTS = [f"the cat sat on mat {number}" for number in range(20)]
@@ -337,7 +337,7 @@ def test_a_folder_with_files_of_somebody_else_is_left_alone(run: Any, target: Pa
 HOLDER = """
 import sys, time
 from pathlib import Path
-from draftgraph.distillation.folders import held_alone
+from draftgraph.files import held_alone
 with held_alone(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -1,4 +1,4 @@
-"""The parts of a distillation: losses, batches, scores, stored answers, the checkpoint, and a draft's folder."""
+"""The parts of a distillation: losses, batches, scores, stored answers and the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,25 +11,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, VOCAB, target_of
+from families import VOCAB, target_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import one_line_of
 from torch.nn.functional import log_softmax
 
-import draftgraph
-from draftgraph import DraftGraphError, GraphConfig, GraphDecoder, UsageError
+from draftgraph import DraftGraphError, UsageError
 from draftgraph.distillation import answers as answering
-from draftgraph.distillation.answers import AnswerStore, mark_of_weights
-from draftgraph.distillation.checkpoint import Checkpoint
-from draftgraph.distillation.faults import uninterrupted
-from draftgraph.distillation.loss import distance_and_slope, distillation_loss
+from draftgraph.distillation.answers import (
+    AnswerStore,
+    Text,
+    batch_of,
+    digest_of,
+    epoch_of,
+    frequent_tokens,
+    learnt_positions,
+    mark_of_weights,
+    split_held_out,
+)
 from draftgraph.distillation.recipe import LOSSES, Recipe, loss_terms
-from draftgraph.distillation.score import hits_of, passes, score
-from draftgraph.distillation.texts import Text, batch_of, digest_of, epoch_of, frequent_tokens, learnt_places, parted
-from draftgraph.distillation.train import Training
-from draftgraph.models.draft_folder import is_draft_folder, load_draft, save_draft
-from draftgraph.models.student import cut_student, layer_stack, lend_output_rows, own_weights, picked_layers, spread
+from draftgraph.distillation.training import (
+    Checkpoint,
+    Training,
+    distance_and_slope,
+    distillation_loss,
+    hits_of,
+    passes,
+    score,
+    uninterrupted,
+)
+from draftgraph.models.draft import cut_student, layer_stack, lend_output_rows, spread
 
 # Losses
 
@@ -61,7 +73,7 @@ def test_losses_and_their_slopes_are_those_of_autograd(loss: str, monkeypatch: p
     _, slope = distance_and_slope(log_softmax(student, dim=-1), log_softmax(target, dim=-1), terms)
     torch.testing.assert_close(slope, expected.grad, rtol=1e-10, atol=1e-12)
 
-    monkeypatch.setattr("draftgraph.distillation.loss.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("draftgraph.distillation.training.LOSS_ROWS", 3)
     single = student.float().requires_grad_()
     found, agree = distillation_loss(single, target.float(), terms)
     (2 * found).backward()
@@ -105,14 +117,14 @@ def test_an_epoch_has_every_text_once_in_batches_that_fit(lengths: list[int], mo
 
 def test_every_token_of_an_answer_is_learnt_and_a_share_of_the_prompt() -> None:
     texts = [text_of(5, 6, 7, 8, prompt=2), text_of(9, 4)]
-    batch = batch_of(texts, [learnt_places(text, 0.0) for text in texts])
-    assert batch.tokens.tolist() == [[5, 6, 7, 8], [9, 4, 0, 0]]
-    assert batch.places.tolist() == [1, 2, 4], "places in front of 7, 8 and 4"
+    tokens, before = batch_of(texts, [learnt_positions(text, 0.0) for text in texts])
+    assert tokens.tolist() == [[5, 6, 7, 8], [9, 4, 0, 0]]
+    assert before.tolist() == [1, 2, 4], "positions in front of 7, 8 and 4"
     long = text_of(*range(2000), prompt=1001)
-    assert learnt_places(long, 1.0).tolist() == list(range(1999))
-    places = learnt_places(long, 0.1)
-    assert places[-999:].tolist() == list(range(1000, 1999)) and 60 < len(places) - 999 < 140
-    assert places.tolist() == learnt_places(long, 0.1).tolist()
+    assert learnt_positions(long, 1.0).tolist() == list(range(1999))
+    positions = learnt_positions(long, 0.1)
+    assert positions[-999:].tolist() == list(range(1000, 1999)) and 60 < len(positions) - 999 < 140
+    assert positions.tolist() == learnt_positions(long, 0.1).tolist()
 
 
 @pytest.mark.parametrize(("family", "plain"), [("llama", True), ("gemma2", False)])
@@ -131,10 +143,10 @@ def test_what_the_target_said_is_remembered_only_where_nothing_follows_its_head(
     batches = len(list(epoch_of(training.lengths, 40, 0)))
     assert batches < 6 and len(asked) == (batches if plain else 6)
     rows = [0, 1]
-    batch = batch_of([texts[row] for row in rows], [training.places[row] for row in rows])
-    known = training.memory.recall(rows)
+    batch = batch_of([texts[row] for row in rows], [training.positions[row] for row in rows])
+    known = training.recalled(rows)
     with training.head, torch.no_grad():
-        again = training.head.logits(target, batch.tokens, batch.places)
+        again = training.head.logits(target, *batch)
         assert (known is not None) == plain
         if known is not None:
             torch.testing.assert_close(training.head.of_states(known), again, rtol=1e-4, atol=1e-5)
@@ -151,11 +163,11 @@ def test_the_reduced_vocabulary_has_frequent_tokens_and_always_the_stops() -> No
 
 def test_no_answer_to_a_held_out_prompt_is_learnt_from() -> None:
     texts = [text_of(row, 7, prompt=1, temperature=heat) for row in range(40) for heat in (1.0, 0.0)]
-    learnt, held_out = parted(texts)
+    learnt, held_out = split_held_out(texts)
     assert len(held_out) == 4 and all(text.temperature == 0 for text in held_out) and len(learnt) == 72
     assert not {text.tokens[0] for text in learnt} & {text.tokens[0] for text in held_out}
     with pytest.raises(UsageError, match="give more prompts"):
-        parted(texts[:2])
+        split_held_out(texts[:2])
     assert digest_of(texts) != digest_of(texts[1:]) != digest_of([text_of(1, 7, prompt=2), *texts[2:]])
 
 
@@ -328,110 +340,3 @@ def test_a_loss_that_is_no_number_stops_a_training(tmp_path: Path) -> None:
         training_of(target, tmp_path).run()
     one_line_of(error)
     assert not (tmp_path / "checkpoint.safetensors").exists()
-
-
-# Students, and their folders
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_student_of_all_layers_is_its_target_and_any_student_is_stored_whole(family: str, tmp_path: Path) -> None:
-    target = target_of(family)
-    layers = len(layer_stack(target)[1])
-    prompt = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert torch.equal(cut_student(target, list(range(layers)))(prompt).logits, target(prompt).logits)
-    student = cut_student(target, [layers - 1, 0])
-    kept = torch.tensor([0, *range(3, VOCAB, 2)])
-    lend_output_rows(student, target, kept)
-    for bits, tolerance in ((32, 0.0), (16, 2**-8), (8, 2**-7)):
-        save_draft(student, target, tmp_path / f"{bits}", bits)
-        draft = load_draft(tmp_path / f"{bits}", target)
-        for name, weight in own_weights(draft).items():
-            original = own_weights(student)[name].detach()
-            assert (weight - original).abs().max() <= tolerance * original.abs().max(), name
-        assert draft.token_map.tolist() == kept.tolist() and draft.get_output_embeddings().weight.shape[0] == len(kept)
-        ours, theirs = draft.get_input_embeddings().weight, target.get_input_embeddings().weight
-        assert ours.data_ptr() == theirs.data_ptr() and theirs.requires_grad
-    sizes = [(tmp_path / bits / "model.safetensors").stat().st_size for bits in ("32", "16", "8")]
-    assert sizes == sorted(sizes, reverse=True)
-
-
-def test_a_draft_that_writes_all_tokens_copies_no_output_matrix(tmp_path: Path) -> None:
-    target = target_of("llama")
-    save_draft(cut_student(target, [0]), target, tmp_path)
-    draft = load_draft(tmp_path, target)
-    assert draft.get_output_embeddings().weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
-    assert getattr(draft, "token_map", None) is None and is_draft_folder(tmp_path)
-
-
-def test_positions_are_as_exact_as_the_targets_in_half_precision(tmp_path: Path) -> None:
-    target_of("llama").save_pretrained(tmp_path / "target")
-    target = draftgraph.load(tmp_path / "target", dtype="bfloat16").target
-    student = cut_student(target, [0])
-    assert torch.equal(student.model.rotary_emb.inv_freq, target.model.rotary_emb.inv_freq)
-    assert student.dtype == torch.bfloat16
-
-
-def test_another_target_is_refused(tmp_path: Path) -> None:
-    target = target_of("llama")
-    save_draft(cut_student(target, [0]), target, tmp_path / "draft")
-    for other in (target_of("llama", seed=1), target_of("gpt2")):
-        with pytest.raises(UsageError, match="was trained for LlamaForCausalLM") as error:
-            draftgraph.load(other, draft=tmp_path / "draft")
-        one_line_of(error)
-    target.to(torch.bfloat16)
-    assert draftgraph.load(target, draft=tmp_path / "draft").draft.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("damage", ["cut", "missing", "shape", "map", "format", "json"])
-def test_a_damaged_draft_is_refused(damage: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    target = target_of("llama")
-    student = cut_student(target, [0])
-    lend_output_rows(student, target, torch.arange(8))
-    save_draft(student, target, tmp_path)
-    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    tensors, text = load_file(weights), config.read_text()
-    if damage == "cut":
-        weights.write_bytes(weights.read_bytes()[:-9])
-    elif damage == "missing":
-        tensors.pop("model.norm.weight")
-        save_file(tensors, weights)
-    elif damage == "shape":
-        save_file(tensors | {"model.norm.weight": torch.ones(5)}, weights)
-    elif damage == "map":
-        save_file(tensors | {"token_map": torch.arange(99)}, weights)
-    else:
-        config.write_text(text.replace('"format": 1', '"format": 7') if damage == "format" else text[:-20])
-    with pytest.raises(DraftGraphError) as error:
-        draftgraph.load(target, draft=tmp_path)
-    assert str(tmp_path) in one_line_of(error)
-
-
-def test_layers_are_picked_within_the_target() -> None:
-    assert picked_layers("spread", 4, 30) == [0, 10, 19, 29] and picked_layers("spread", 1, 30) == [0]
-    assert picked_layers("first", 2, 5) == [0, 1] and picked_layers("last", 2, 5) == [3, 4]
-    assert picked_layers("4, 0", 2, 5) == [4, 0]
-    for choice, layers in (("0,99", 2), ("-1", 1), ("0,1", 3), ("middle", 1), ("first", 6)):
-        with pytest.raises(UsageError):
-            picked_layers(choice, layers, 5)
-
-
-def test_adapters_and_quantised_targets_take_a_draft_but_are_not_cut(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    target = target_of("llama")
-    save_draft(cut_student(target, [0, 2]), target, tmp_path)
-    adapted = get_peft_model(target_of("llama"), LoraConfig(r=2, target_modules=["q_proj"])).eval()
-    packed = target_of("llama")
-    quantize_(packed, Int8WeightOnlyConfig(), lambda module, name: "layers" in name and hasattr(module, "in_features"))
-    for model, word in ((adapted, "merge_and_unload"), (packed, "quantised")):
-        with pytest.raises(UsageError, match=word) as error:
-            cut_student(model, [0])
-        one_line_of(error)
-        prompt = torch.tensor([[1, 2, 3]])
-        plain = GraphDecoder(model, config=GraphConfig(mode="off")).generate(prompt, max_new_tokens=12)
-        drafted = GraphDecoder(model, load_draft(tmp_path, model), config=GraphConfig(mode="graph"))
-        assert drafted.generate(prompt, max_new_tokens=12).sequences.tolist() == plain.sequences.tolist()

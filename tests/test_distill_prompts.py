@@ -15,12 +15,17 @@ import pytest
 from distill_tools import byte_level_tokenizer
 from tiny_models import one_line_of
 
-from draftgraph.distillation import functions
-from draftgraph.distillation.coding import SLIPS, WEIGHTS, ask
-from draftgraph.distillation.functions import functions_in, python_prompts
-from draftgraph.distillation.licences import is_permissive, is_public
-from draftgraph.distillation.passages import REQUESTS, requests_about
-from draftgraph.distillation.prompts import Prompt, read_prompts
+from draftgraph.distillation import code_prompts
+from draftgraph.distillation.code_prompts import (
+    SLIPS,
+    WEIGHTS,
+    ask,
+    functions_in,
+    is_permissive,
+    is_public,
+    python_prompts,
+)
+from draftgraph.distillation.prompts import REQUESTS, Prompt, read_prompts, requests_about
 from draftgraph.errors import UsageError
 
 
@@ -315,16 +320,16 @@ def test_a_function_to_repair_has_one_slip(module):
 
 def test_a_function_found_twice_is_asked_about_once_a_turn(module, tmp_path, monkeypatch):
     (tmp_path / "copy.py").write_text(MODULE)
-    monkeypatch.setattr(functions, "source_files", lambda: [module, tmp_path / "copy.py"])
+    monkeypatch.setattr(code_prompts, "source_files", lambda: [module, tmp_path / "copy.py"])
     prompts = python_prompts(None, seed=1)
-    assert len(prompts) <= 3 * functions.REQUESTS_PER_FUNCTION
-    assert len(python_prompts(3, seed=1)) == 3 and len({prompt.text for prompt in prompts}) == len(prompts)
+    assert len(prompts) <= 3 * code_prompts.REQUESTS_PER_FUNCTION
+    assert len(python_prompts(3, seed=1)) == 3 and len(set(prompts)) == len(prompts)
 
 
 def test_python_prompts_come_from_what_is_installed_and_depend_on_the_seed():
     first, again = python_prompts(40, seed=1), read_prompts("python", None, 40, 1)
-    assert first == again == read_prompts("python:40", None, 99, 1) and len(first) == 40
-    assert {prompt.kind for prompt in first} == {"code"}
+    assert again == read_prompts("python:40", None, 99, 1) and len(first) == 40
+    assert again == [Prompt(text, "code") for text in first]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,12 @@ from families import SMALL, VOCAB, perturbed, target_of
 
 from draftgraph import DraftGraphError, GraphConfig, GraphDecoder, UnsupportedModelError
 from draftgraph.cost import FlatCost
-from draftgraph.drafting.model import DraftVocabulary, ModelProposer
-from draftgraph.engine.selfcheck import checked_engine
+from draftgraph.engine.eager import EagerEngine
+from draftgraph.engine.paged import PagedEngine
+from draftgraph.engine.passes import slots_of
+from draftgraph.engine.selfcheck import engine_for
+from draftgraph.graph import NO_TOKEN, ROOT, TokenGraph
+from draftgraph.proposers.draft_model import DraftVocabulary, ModelProposer
 
 PROMPT = torch.randint(0, VOCAB, (1, 10), generator=torch.Generator().manual_seed(5))
 MODES = ("chain", "tree", "graph", "auto")
@@ -72,8 +76,8 @@ def test_the_draft_is_fed_exactly_what_it_lacks() -> None:
     seen: list[int] = []
 
     def draft_knows_a_prefix_of_the_text(step: Any) -> None:
-        known = decoder.draft_engine.text  # type: ignore[union-attr]
-        text = decoder._running.text  # type: ignore[union-attr]
+        known = decoder._alone.contexts[1].text
+        text = decoder._alone.holder.text  # type: ignore[union-attr]
         assert text[: len(known)] == known
         seen.append(len(text) - len(known))
 
@@ -83,38 +87,44 @@ def test_the_draft_is_fed_exactly_what_it_lacks() -> None:
     assert max(seen) > 1  # merged nodes and leaves too
 
 
-def test_draft_keys_after_merges_are_those_of_the_text() -> None:
+def states_of(context: Any) -> list[torch.Tensor]:
+    """The keys and values of its text, whatever the engine."""
+    length = len(context.text)
+    if isinstance(context.engine, PagedEngine):
+        context.engine.settle()
+        slots = torch.from_numpy(slots_of(context.pages, np.arange(length)))
+        return [block[:, :, slots] for block in context.engine.cache.blocks.values()]
+    return [states[:, :, :length] for layer in context._cache.layers for states in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("engine", ["eager", "static", None])
+def test_draft_keys_after_merges_are_those_of_the_text(engine: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine is not None:
+        monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
     target = target_of("llama", dtype=torch.float64)
     draft = perturbed(target, 0.2)
     decoder = GraphDecoder(target, draft, config=GraphConfig(mode="graph", tau=1, k=4, theta_prob=0.02, theta_sib=0.0))
     decoder.generate(PROMPT, max_new_tokens=60, do_sample=True, top_k=0, seed=1)
-    engine: Any = decoder.draft_engine
-    fresh: Any = checked_engine(draft)
+    kept, fresh = decoder._alone.contexts[1], engine_for(draft).open()
+    assert isinstance(kept.engine, PagedEngine) == (engine != "eager") and len(kept.text) > 60
     with torch.no_grad():
-        fresh.prefill(engine.text)
-    for kept, recomputed in zip(engine._cache.layers, fresh._cache.layers, strict=True):
-        length = len(engine.text)
-        assert torch.allclose(kept.keys[:, :, :length], recomputed.keys[:, :, :length])
-        assert torch.allclose(kept.values[:, :, :length], recomputed.values[:, :, :length])
+        fresh.prefill(kept.text)
+    for one, recomputed in zip(states_of(kept), states_of(fresh), strict=True):
+        assert torch.allclose(one, recomputed)
 
 
 def test_a_draft_with_broken_weights_costs_acceptance_not_the_answer() -> None:
     target = target_of("llama")
     draft = perturbed(target, 0.1)
     draft.lm_head.weight.data.fill_(torch.nan)
-    proposer = ModelProposer(checked_engine_unchecked(draft), DraftVocabulary(draft, VOCAB), k=4)
-    from draftgraph import TokenGraph
-
+    proposer = ModelProposer(EagerEngine(draft).open(), DraftVocabulary(draft, VOCAB), k=4)
     proposer.begin([1, 2, 3])
-    with torch.no_grad():
-        tokens, _ = proposer.propose(TokenGraph(3, GraphConfig()), [0])
-    assert (tokens == -1).all()
-
-
-def checked_engine_unchecked(model: Any) -> Any:
-    from draftgraph.engine.runner import EagerEngine
-
-    return EagerEngine(model)
+    proposing = proposer.propose(TokenGraph(3, GraphConfig()), [ROOT])
+    with torch.no_grad(), pytest.raises(StopIteration) as done:
+        segment = next(proposing)
+        proposing.send(segment.context.engine.run([segment])[0])
+    tokens, _ = done.value.value
+    assert (tokens == NO_TOKEN).all()
 
 
 def test_a_target_that_says_nan_is_named_with_a_remedy() -> None:
@@ -220,8 +230,9 @@ def test_a_cached_prefix_is_kept_between_turns() -> None:
         pass
     longer = torch.tensor([[*decoding.text, 3, 1, 4]])
     fed: list[int] = []
-    honest = decoder.target_engine.prefill
-    decoder.target_engine.prefill = lambda tokens, *rest: (fed.append(len(tokens)), honest(tokens, *rest))[1]  # type: ignore[method-assign,assignment]
+    context = decoder._alone.contexts[0]
+    honest = context.prefill
+    context.prefill = lambda tokens, *rest: (fed.append(len(tokens)), honest(tokens, *rest))[1]
     again = decoder.start(prepare(target, longer, max_new_tokens=20), reuse_cache=True)
     for _ in again:
         pass

@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_tools import ALONE, PAGED, ancestry, plain_story, score, story, tokens_of
 from families import target_of
 from kernel_tools import interpreter
-from test_static_engine import STATIC, ancestry, story, tokens_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.llama import modeling_llama
 
-from draftgraph.engine import fused_reference, static
-from draftgraph.engine.fused_reference import ACTIVATIONS, NORM_STYLES, NormStyle
-from draftgraph.engine.fusing import Fusions
-from draftgraph.engine.loan import Loan
-from draftgraph.engine.runner import EagerEngine
-from draftgraph.engine.static import StaticEngine
+from draftgraph.engine import paged
+from draftgraph.engine.borrowing import Fusions, Loan
+from draftgraph.engine.paged import PagedEngine
+from draftgraph.kernels import fused
+from draftgraph.kernels.fused import ACTIVATIONS, NORM_STYLES, NormStyle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMED = [(1, 64), (3, 97), (1, 5, 8192), (1, 3, 5, 40)]
@@ -49,15 +48,13 @@ FOUND = {
 
 def computed(name: str, *given: Any) -> Any:
     """By a kernel, in Triton's interpreter."""
-    from draftgraph.engine import fused_kernel
-
-    result = getattr(fused_kernel, name)(*given)
+    result = getattr(fused, f"{name}_triton")(*given)
     return given[:2] if result is None else result
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Any]]:
-    pytest.importorskip("draftgraph.engine.fused_kernel", reason="Triton is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
     with interpreter() as call:
         yield lambda *given: call(computed, *given)
 
@@ -102,14 +99,14 @@ def assert_same(found: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 @pytest.mark.parametrize("shape", NORMED, ids=str)
 def test_norms(interpreted: Any, shape: tuple[int, ...], dtype: torch.dtype, style: NormStyle) -> None:
     case = norm_case(shape, dtype, style)
-    assert_same(interpreted("rms_norm", *case), fused_reference.rms_norm(*case))
+    assert_same(interpreted("rms_norm", *case), fused.rms_norm_reference(*case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ROTATED, ids=str)
 def test_rotary_embeddings(interpreted: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     case = rotary_case(shape, dtype)
-    for found, expected in zip(interpreted("rotate", *case), fused_reference.rotate(*case), strict=True):
+    for found, expected in zip(interpreted("rotate", *case), fused.rotate_reference(*case), strict=True):
         if dtype == torch.bfloat16:  # the interpreter cuts digits off where a GPU rounds
             assert_same(found, expected, atol=0.05)
         else:
@@ -122,14 +119,14 @@ def test_rotary_embeddings(interpreted: Any, shape: tuple[int, ...], dtype: torc
 @pytest.mark.parametrize("shape", GATED, ids=str)
 def test_gates(interpreted: Any, shape: tuple[int, ...], dtype: torch.dtype, activation: str, halves: bool) -> None:
     case = gate_case(shape, dtype, halves)
-    assert_same(interpreted("gated", *case, activation), fused_reference.gated(*case, activation))
+    assert_same(interpreted("gated", *case, activation), fused.gated_reference(*case, activation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 10)])
 def test_slots_are_written_and_no_others(interpreted: Any, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
     found, case = interpreted("write_slots", *slots_case(dtype, *sizes)), slots_case(dtype, *sizes)
-    fused_reference.write_slots(*case)
+    fused.write_slots_reference(*case)
     for one, expected in zip(found, case[:2], strict=True):
         assert one.any() and torch.equal(one, expected)
 
@@ -148,7 +145,7 @@ def moves_case(dtype: torch.dtype, size: int) -> tuple[Tensor, ...]:
 def test_slots_are_moved_and_no_others(interpreted: Any, dtype: torch.dtype, size: int) -> None:
     (found, _), (block, *moves) = interpreted("move_slots", *moves_case(dtype, size)), moves_case(dtype, size)
     before = block.clone()
-    fused_reference.move_slots(block, *moves)
+    fused.move_slots_reference(block, *moves)
     assert torch.equal(found, block)
     assert torch.equal(block[:, :, 3], before[:, :, 6]) and torch.equal(block[:, :, 39], before[:, :, 40])
     kept = [slot for slot in range(64) if slot not in moves[1].tolist()]
@@ -172,9 +169,7 @@ def test_kernels_compile_for_a_gpu(name: str, fixed: dict[str, Any], ones: bool)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from draftgraph.engine import fused_kernel
-
-    kernel = getattr(fused_kernel, name)
+    kernel = getattr(fused, name)
     integers = [argument for argument in kernel.arg_names if argument.endswith(INTEGERS)]
     constants = (dict.fromkeys(integers, 1) if ones else {}) | fixed
     kinds = dict.fromkeys(integers, "i32") | {
@@ -187,7 +182,7 @@ def test_kernels_compile_for_a_gpu(name: str, fixed: dict[str, Any], ones: bool)
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {argument: kinds.get(argument, "*bf16") for argument in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused_kernel.ROUNDING).asm["cubin"]
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused.ROUNDING).asm["cubin"]
 
 
 def borrowed_by(fusions: Fusions, model: nn.Module) -> dict[str, int]:
@@ -317,34 +312,35 @@ def test_calls_that_no_kernel_fits_are_the_modules_own() -> None:
     assert all(one.dtype == two.dtype and torch.equal(one, two) for one, two in zip(before, during, strict=True))
 
 
-@pytest.mark.parametrize("name", STATIC)
-def test_a_static_engine_says_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "Fusions", partial(Fusions, kinds=("cpu",)))
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", PAGED)
+def test_a_paged_engine_says_the_same(name: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "Fusions", partial(Fusions, kinds=("cpu",)))
     model = target_of(name)
-    for found, expected in zip(story(StaticEngine(model), model), story(EagerEngine(model), model), strict=True):
+    context = PagedEngine(model, captured=captured).open()
+    for found, expected in zip(story(context, model), plain_story(model), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_text_is_read_with_the_modules_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "Fusions", partial(Fusions, kinds=("cpu",)))
-    monkeypatch.setattr(static, "SHORT", 2)
+def test_modules_are_others_during_a_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "Fusions", partial(Fusions, kinds=("cpu",)))
     model = target_of("llama")
-    engine, fused = StaticEngine(model), []
-    model.model.register_forward_pre_hook(lambda *_: fused.append("forward" in vars(model.model.norm)))
+    context, before, replaced = PagedEngine(model).open(), namespaces(model), []
+    hook = model.model.register_forward_pre_hook(lambda *_: replaced.append("forward" in vars(model.model.norm)))
     with Loan(model):
-        engine.prefill([1, 2, 3])
-        engine.forward(tokens_of(1), np.array([0]), np.ones((1, 1), dtype=bool))
-    assert fused == [False, True]
+        context.prefill([1, 2, 3])
+        score(context, tokens_of(1), *ALONE)
+        assert replaced == [True, True] and "forward" not in vars(model.model.norm)
+    hook.remove()
+    assert namespaces(model) == before
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_give_the_same_on_a_gpu(dtype: torch.dtype) -> None:
-    from draftgraph.engine import fused_kernel
-
     def both(name: str, case: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         case = tuple(part.cuda() if isinstance(part, Tensor) else part for part in case)
-        results = [getattr(module, name)(*case) for module in (fused_kernel, fused_reference)]
+        results = [getattr(fused, f"{name}_{way}")(*case) for way in ("triton", "reference")]
         results = [(one,) if isinstance(one, Tensor) else one for one in results]
         yield from zip(*results, strict=True)
 
@@ -364,24 +360,20 @@ def test_kernels_give_the_same_on_a_gpu(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slots_are_written_on_a_gpu(dtype: torch.dtype) -> None:
-    from draftgraph.engine import fused_kernel
-
     for sizes in ((16, 16), (24, 10), (128, 128)):
         found, expected = ([part.cuda() for part in slots_case(dtype, *sizes)] for _ in range(2))
-        fused_kernel.write_slots(*found)
-        fused_reference.write_slots(*expected)
+        fused.write_slots_triton(*found)
+        fused.write_slots_reference(*expected)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slots_are_moved_on_a_gpu(dtype: torch.dtype) -> None:
-    from draftgraph.engine import fused_kernel
-
     for size in (24, 64, 256):
         found, expected = ([part.cuda() for part in moves_case(dtype, size)] for _ in range(2))
-        fused_kernel.move_slots(*found)
-        fused_reference.move_slots(*expected)
+        fused.move_slots_triton(*found)
+        fused.move_slots_reference(*expected)
         assert torch.equal(found[0], expected[0])
 
 
@@ -405,9 +397,9 @@ COMPARABLE = [(name, dtype) for name in FOUND for dtype in DTYPES if dtype == to
 @pytest.mark.parametrize(("name", "dtype"), COMPARABLE, ids=str)
 def test_captured_passes_say_nearly_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model = target_of(name).cuda().to(dtype)
-    fused = story(StaticEngine(model), model)
-    monkeypatch.setattr(static, "Fusions", unfused)
-    for found, expected in zip(fused, story(StaticEngine(model), model), strict=True):
+    by_kernels = story(PagedEngine(model).open(), model)
+    monkeypatch.setattr(paged, "Fusions", unfused)
+    for found, expected in zip(by_kernels, story(PagedEngine(model).open(), model), strict=True):
         allowed = (100 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps * expected.abs().max().item()
         torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
 
@@ -416,22 +408,22 @@ def test_captured_passes_say_nearly_the_same(name: str, dtype: torch.dtype, monk
 @pytest.mark.parametrize("name", [name for name, found in FOUND.items() if len(found) == 3])
 def test_captured_passes_hold_fewer_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = target_of(name).cuda().to(torch.bfloat16)
-    fused = kernels_of_a_pass(model)
-    monkeypatch.setattr(static, "Fusions", unfused)
+    by_kernels = kernels_of_a_pass(model)
+    monkeypatch.setattr(paged, "Fusions", unfused)
     plain = kernels_of_a_pass(model)
-    print(f"{name}: {plain} kernels, fused {fused}")
-    assert fused < 0.7 * plain
+    print(f"{name}: {plain} kernels, fused {by_kernels}")
+    assert by_kernels < 0.7 * plain
 
 
 def kernels_of_a_pass(model: Any) -> int:
-    engine, (depths, visible) = StaticEngine(model), ancestry(np.array([-1, 0, 0, 1]))
+    context, (depths, visible) = PagedEngine(model).open(), ancestry(np.array([-1, 0, 0, 1]))
     with Loan(model):
-        engine.prefill(tokens_of(9).tolist())
-        engine.forward(tokens_of(4), depths, visible)
-        engine.forget(0)
+        context.prefill(tokens_of(9).tolist())
+        score(context, tokens_of(4), depths, visible)
+        context.forget(0)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as watched:
-            engine.forward(tokens_of(4), depths, visible)
+            score(context, tokens_of(4), depths, visible)
             torch.cuda.synchronize()
     events = [event for event in watched.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)

@@ -25,7 +25,7 @@ from transformers.generation.logits_process import TopHLogitsWarper
 
 import draftgraph.generation
 from draftgraph import GraphConfig, GraphDecoder, UsageError, custom_generate
-from draftgraph.fields import HONOURED, REFUSED, WITHOUT_EFFECT
+from draftgraph.generation import HONOURED, REFUSED, WITHOUT_EFFECT
 from draftgraph.noise import KeyedNoise
 
 MODES = ("off", "graph", "auto")

@@ -11,14 +11,11 @@ import torch
 from families import FAMILIES, VOCAB, perturbed, target_of
 
 from draftgraph import GraphConfig, GraphDecoder
-from draftgraph.distillation.checkpoint import Checkpoint
+from draftgraph.distillation.answers import Text
 from draftgraph.distillation.recipe import Recipe
-from draftgraph.distillation.rowattention import reference
-from draftgraph.distillation.sampler import Sampler
-from draftgraph.distillation.score import score
-from draftgraph.distillation.texts import Text
-from draftgraph.distillation.train import Training
-from draftgraph.models.student import cut_student
+from draftgraph.distillation.sampler import Sampler, attend, reference
+from draftgraph.distillation.training import Checkpoint, Training, score
+from draftgraph.models.draft import cut_student
 from draftgraph.noise import KeyedNoise
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +59,7 @@ def test_sampled_text_is_the_same_on_both_devices() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_passes_the_self_check(dtype: torch.dtype) -> None:
     for family in ("llama", "gemma3", "mixtral", "opt"):
-        assert GraphDecoder(target_of(family).to("cuda", dtype)).can_branch
+        assert GraphDecoder(target_of(family).to("cuda", dtype)).engines.can_branch
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot take a token tree")
@@ -80,8 +77,6 @@ def test_large_batches_continue_texts_as_plain_decoding_does(family: str) -> Non
 
 @pytest.mark.parametrize(("rows", "groups", "heads", "size"), [(3, 2, 3, 64), (5, 1, 1, 128), (2, 4, 7, 32)])
 def test_the_kernel_for_rows_gives_what_its_reference_gives(rows: int, groups: int, heads: int, size: int) -> None:
-    from draftgraph.distillation.rowkernel import attend
-
     generator = torch.Generator("cuda").manual_seed(0)
     shape = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     query = torch.randn(rows, groups, heads, size, **shape)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from graph_tools import assert_acyclic, grow, successors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, TokenGraph, TokenTree, UsageError
-from draftgraph.drafting import grow
 from draftgraph.graph import NO_TOKEN, ROOT, State
 
 configs = st.builds(
@@ -28,7 +28,7 @@ configs = st.builds(
 
 
 class RandomProposer:
-    """Proposes random children from a small vocabulary, so that n-grams repeat."""
+    """Proposes random children from a small vocabulary, so that n-grams repeat; as a draft does, but without passes."""
 
     source: Any = "draft"
     free = False
@@ -41,34 +41,18 @@ class RandomProposer:
 
     def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None: ...
 
-    def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Any, Any]:
+    def propose(self, graph: TokenGraph, frontier: list[int]) -> Any:
         width = min(self.k, self.vocabulary)
         tokens = np.array([self.rng.permutation(self.vocabulary)[:width] for _ in frontier])
         probs = -np.sort(-self.rng.dirichlet(np.ones(width), len(frontier)), axis=1)
         return tokens, probs
+        yield
 
 
 def grown(config: GraphConfig, seed: int) -> tuple[TokenGraph, TokenTree]:
     graph = TokenGraph(0, config)
     tree = grow(graph, [RandomProposer(seed, config.k)])
     return graph, tree
-
-
-def successors(graph: TokenGraph, node: int) -> list[int]:
-    return list(graph.children[graph.canonical[node]].values())
-
-
-def assert_acyclic(graph: TokenGraph) -> None:
-    done: set[int] = set()
-
-    def visit(node: int, above: frozenset[int]) -> None:
-        assert node not in above, "a cycle"
-        if node not in done:
-            for child in successors(graph, node):
-                visit(child, above | {node})
-            done.add(node)
-
-    visit(ROOT, frozenset())
 
 
 def paths(graph: TokenGraph, depth: int) -> set[tuple[int, ...]]:

@@ -17,7 +17,7 @@ from draftgraph import GraphConfig, GraphDecoder, UsageError
 from draftgraph.bench import Shape, inflate
 from draftgraph.bench import inflation as inflation_module
 from draftgraph.models import load_model
-from draftgraph.models.student import spread
+from draftgraph.models.draft import spread
 
 VOCAB = 96
 EPSILON = 0.01  # large, so that one which is not scaled shows

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from draftgraph.config import GraphConfig
@@ -19,9 +20,9 @@ from draftgraph.cost import FlatCost
 from draftgraph.errors import UsageError
 from draftgraph.graph import ROOT, Source, TokenGraph
 from draftgraph.inspect import GraphReport, Panel, side_by_side_svg
-from draftgraph.inspect.layout import HEIGHT, layered
-from draftgraph.inspect.text import cells, label, piece, pieces, visible
-from draftgraph.trace import Step
+from draftgraph.inspect.svg import HEIGHT, layered
+from draftgraph.inspect.text import label, piece, pieces, visible
+from draftgraph.stats import Step
 
 NASTY = ["<b>&amp;", '"', "'", "\x00\x1b[31m", "\x85", "\u202e", "\ud800", "\ufffe", "😀", "\ufffd", "\n", "\t ", "]]>"]
 NASTY += ["a" * 90, "\xa0"]
@@ -272,7 +273,7 @@ def test_layout_keeps_nodes_apart_and_edges_uncrossed(parents: list[int]) -> Non
 @given(st.text(min_size=1))
 def test_any_text_can_stand_in_xml(text: str) -> None:
     assert visible(text).isprintable()
-    assert cells(label(text, 0)) <= 16
+    assert cell_len(label(text, 0)) <= 16
 
 
 @given(st.text())

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from draftgraph.engine import linear, packing
-from draftgraph.engine.choices import Choices
-from draftgraph.engine.linear import NarrowLinears, direct, doubled, quickest, turned
-from draftgraph.engine.packing import packed
+from draftgraph.engine.borrowing import NarrowLinears
+from draftgraph.engine.capture import Captured
+from draftgraph.kernels import linear
+from draftgraph.kernels.linear import Choices, direct, doubled, packed, quickest, turned
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_every_way_gives_the_same(way: linear.Way, rows: int) -> None:
 def test_borrowed_layers_say_what_they_said(
     layers: nn.ModuleDict, shape: tuple[int, int], way: linear.Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "quickest", lambda rows, weights: way)
+    monkeypatch.setattr(linear, "quickest", lambda rows, weights, record: way)
     given = torch.randn(*shape, 256)
 
     def says() -> Any:
@@ -108,13 +108,13 @@ def test_the_quickest_way_is_taken(
     for name, way in ways.items():
         monkeypatch.setattr(linear, name, way)
     monkeypatch.setattr(linear, "time", clock)
-    assert quickest(rows, [torch.ones(64, 32)] * 3) is ways[best]
+    assert quickest(rows, [torch.ones(64, 32)] * 3, Captured) is ways[best]
 
 
 def test_each_shape_is_measured_once(layers: nn.ModuleDict, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
 
-    def noted(rows: int, weights: list[torch.Tensor]) -> linear.Way:
+    def noted(rows: int, weights: list[torch.Tensor], record: Any) -> linear.Way:
         asked.append((rows, *weights[0].shape))
         return turned
 
@@ -129,7 +129,7 @@ def test_each_shape_is_measured_once(layers: nn.ModuleDict, monkeypatch: pytest.
 def test_the_choice_is_kept_between_starts(layers: nn.ModuleDict, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
 
-    def noted(rows: int, weights: list[torch.Tensor]) -> linear.Way:
+    def noted(rows: int, weights: list[torch.Tensor], record: Any) -> linear.Way:
         measured.append(rows)
         return packed
 
@@ -137,10 +137,10 @@ def test_the_choice_is_kept_between_starts(layers: nn.ModuleDict, monkeypatch: p
     for _ in range(2):
         monkeypatch.setattr(linear, "CHOSEN", {})
         monkeypatch.setattr(linear, "CHOICES", Choices())
-        assert linear.way_for(7, [layers["large"]]) is packed
+        assert linear.way_for(7, [layers["large"]], Captured) is packed
     assert measured == [8]
     linear.choose_again(torch.device("cpu"))
-    linear.way_for(7, [layers["large"]])
+    linear.way_for(7, [layers["large"]], Captured)
     assert measured == [8, 8]
 
 
@@ -158,7 +158,7 @@ def test_two_processes_keep_each_others_choices() -> None:
 def test_packed_copies_follow_their_weights(
     layers: nn.ModuleDict, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "quickest", lambda rows, weights: packed)
+    monkeypatch.setattr(linear, "quickest", lambda rows, weights, record: packed)
     layer, given = layers["large"], torch.randn(3, 256)
     narrow = NarrowLinears(layers)
     with narrow.borrowed(3):
@@ -175,8 +175,46 @@ def test_packed_copies_follow_their_weights(
     torch.testing.assert_close(layer(given), 2 * before)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(512, 256), (256, 512)], ids=str)
+@pytest.mark.parametrize("change", ["in place", "behind its back"])
+@pytest.mark.parametrize("part", ["rows", "columns"])
+def test_a_change_that_leaves_the_sum_is_found(part: str, change: str, shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.arange(shape[0] * shape[1]).reshape(shape) % 251 - 125.0)
+    given = torch.randn(3, shape[1])
+    packed(given, weight)
+    exchanged = weight if change == "in place" else weight.data
+    for first in (0, 7, min(shape) - 3):
+        here = exchanged if part == "rows" else exchanged.t()
+        here[[first, first + 1]] = here[[first + 1, first]]
+        linear.forget_changed([weight])
+        torch.testing.assert_close(packed(given, weight), given @ weight.T, rtol=1e-4, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_weight_in_place_is_found_by_its_version_alone() -> None:
+    weight = nn.Parameter(torch.randn(300, 260))
+    given = torch.randn(3, 260)
+    packed(given, weight)
+    weight[3, 7] += 1000.0  # one number, which no sample has
+    linear.forget_changed([weight])
+    torch.testing.assert_close(packed(given, weight), given @ weight.T, rtol=1e-4, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_packed_weight_that_stays_is_kept_and_few_of_its_numbers_are_read() -> None:
+    with torch.inference_mode():
+        odd = nn.Parameter(torch.full((300, 260), torch.nan), requires_grad=False)
+    for weight in (nn.Parameter(torch.randn(300, 260)), odd):  # the second has no version, and nothing equals it
+        packed(torch.randn(3, 260), weight)
+        copy = linear._copies[weight]
+        linear.forget_changed([weight])
+        assert linear._copies[weight] is copy
+        assert linear.sampled(weight).numel() == 300
+
+
 def test_nothing_is_packed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.ones(256, 256)]
     assert packed in linear.ways_for(4, weights)
-    monkeypatch.setattr(packing, "free_memory", lambda: 4.0 * 256 * 256 * 3)
+    monkeypatch.setattr(linear, "free_memory", lambda: 4.0 * 256 * 256 * 3)
     assert packed not in linear.ways_for(4, weights)

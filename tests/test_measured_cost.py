@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,26 +14,28 @@ import pytest
 import torch
 from cost_tools import FakeClock, at, latencies
 from families import perturbed, target_of
-from test_batch import check_left_behind, run, text_of
+from graph_tools import grow
+from test_batch import check_left_behind, run, sequence_of
 
 from draftgraph import CostModel, GraphConfig, GraphDecoder, hardware
 from draftgraph.batching import Batch
-from draftgraph.cost import HIT, DraftBudget, HitRate, nodes_worth_checking
-from draftgraph.drafting import grow
-from draftgraph.engine.runner import EagerEngine
-from draftgraph.graph import TokenGraph, TokenTree
-from draftgraph.trace import Step
-from draftgraph.tuning import Curve, Latencies, MeasuredCost, machine, prices, store
-from draftgraph.tuning.choice import SureProposer, choice
-from draftgraph.tuning.measure import BOUND, SECONDS
-from draftgraph.tuning.watch import OFF, PAUSE, STEPS, Watch
+from draftgraph.bench.tune import SureProposer
+from draftgraph.cost import Curve, Latencies, MeasuredCost, prices
+from draftgraph.cost.budget import HIT, DraftBudget, HitRate, nodes_worth_checking
+from draftgraph.cost.latency import CONTEXT_STEP, MOST_CONTEXTS
+from draftgraph.cost.measure import BOUND, SECONDS
+from draftgraph.cost.prices import OFF, PAUSE, STEPS, Watch
+from draftgraph.engine.eager import EagerEngine
+from draftgraph.graph import Source, TokenGraph, TokenTree
+from draftgraph.sequence import Engines
+from draftgraph.stats import Step
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache of its own, and tiny models measured as if they were large."""
     monkeypatch.setenv("DRAFTGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(prices, "SMALLEST", 0)
+    monkeypatch.setattr("draftgraph.cost.prices.SMALLEST", 0)
     monkeypatch.setattr(prices, "_shared", {})
     yield tmp_path / "costs"
 
@@ -40,8 +43,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 # Keeping
 
 
-def key_for(model: Any, draft: Any = None) -> machine.Key:
-    return machine.key_of((model, EagerEngine(model)), None if draft is None else (draft, EagerEngine(draft)))
+def key_for(model: Any, draft: Any = None) -> prices.Key:
+    return prices.key_of((model, EagerEngine(model)), None if draft is None else (draft, EagerEngine(draft)))
 
 
 def quantised(model: Any) -> Any:
@@ -64,7 +67,7 @@ def test_retrained_weights_cost_the_same_and_other_sizes_or_formats_do_not() -> 
     fewer_heads.config.num_attention_heads = 2
     others.append(key_for(fewer_heads))
     assert all(other != key_for(model) for other in others)
-    assert len({store.file_of(other) for other in others}) == len(others)
+    assert len({prices.file_of(other) for other in others}) == len(others)
 
 
 def test_another_processor_or_thread_count_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +86,13 @@ def test_the_processor_has_a_name() -> None:
 
 
 class Measurements:
-    """Stands in for `measure_pair`: counts, and takes no time."""
+    """Stands in for `GraphDecoder.measure`: counts, and takes no time."""
 
     def __init__(self, found: Latencies) -> None:
         self.found = found
         self.count = 0
 
-    def __call__(self, decoder: GraphDecoder, config: GraphConfig, seconds: float = 0.0) -> Latencies:
+    def __call__(self, config: GraphConfig, engines: Engines) -> Latencies:
         self.count += 1
         return replace(self.found, bound=max(config.nodes, BOUND))
 
@@ -97,7 +100,7 @@ class Measurements:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measurements:
     found = Measurements(latencies(0.1))
-    monkeypatch.setattr(prices, "measure_pair", found)
+    monkeypatch.setattr(GraphDecoder, "measure", staticmethod(found))
     return found
 
 
@@ -141,7 +144,7 @@ def test_nothing_is_measured_for_those_who_do_not_decide_by_it(measured: Measure
 
 
 def test_a_small_model_is_not_measured(measured: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prices, "SMALLEST", 1 << 22)
+    monkeypatch.setattr("draftgraph.cost.prices.SMALLEST", 1 << 22)
     tokens_of(new_decoder())
     assert measured.count == 0
 
@@ -193,7 +196,7 @@ def test_a_model_that_cannot_be_measured_is_decoded_all_the_same(
     def broken(*_: object) -> Latencies:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(prices, "measure_pair", broken)
+    monkeypatch.setattr(GraphDecoder, "measure", broken)
     decoder = new_decoder()
     expected = tokens_of(new_decoder(GraphConfig(mode="off")))
     assert tokens_of(decoder) == expected == tokens_of(decoder)
@@ -261,7 +264,7 @@ def test_the_next_request_measures_again_when_steps_take_longer(
     clock = FakeClock()
     measured.found = latencies(0.1, target=(1e-6, 1e-6, 1e-6))  # any real step takes longer than that
     decoder = new_decoder(GraphConfig(max_depth=4))
-    prices.measured_pricing(decoder).watch = Watch(clock)
+    prices.measured_pricing(decoder.cost_key(decoder.engines)).watch = Watch(clock)
     tokens_of(decoder, max_new_tokens=600)
     tokens_of(decoder)
     assert measured.count == 1, "a moment ago"
@@ -272,19 +275,20 @@ def test_the_next_request_measures_again_when_steps_take_longer(
     assert measured.count == 2 and said.count("\n") == 1 and "measuring again" in said
 
 
-@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize("engine", ["exact", "static"])
 def test_a_batch_that_was_prepared_measures_nothing_while_somebody_waits(
     engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
-    monkeypatch.setattr("draftgraph.tuning.measure.ROUNDS", 1)
-    batch = Batch(new_decoder(), 4096, texts=2)
+    if engine == "static":
+        monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
+    monkeypatch.setattr("draftgraph.cost.measure.ROUNDS", 1)
+    batch = Batch(new_decoder(), 4096, sequences=2)
     batch.prepare(GraphConfig())
     assert "measuring" in capsys.readouterr().err
     check_left_behind(batch)
-    text = text_of(batch.decoder, [3, 1, 4, 1, 5], {"max_new_tokens": 8}, GraphConfig(), 0)
-    run(batch, [text])
-    assert text.reused == 0 and text.going.pricing.name == "measured" and not capsys.readouterr().err
+    sequence = sequence_of(batch.decoder, [3, 1, 4, 1, 5], {"max_new_tokens": 8}, GraphConfig(), 0)
+    run(batch, [sequence])
+    assert sequence.reused == 0 and sequence.pricing.name == "measured" and not capsys.readouterr().err
 
 
 def test_steps_are_charged_for_what_they_did(measured: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +307,19 @@ def test_steps_are_charged_for_what_they_did(measured: Measurements, monkeypatch
     )  # the last step is not charged
 
 
+def test_prices_for_other_lengths_are_kept_once_and_bounded() -> None:
+    """Those that were reached from each other as well: a text asks the prices of its last step for the next."""
+    found = latencies(0.1)
+    cost = MeasuredCost(found)
+    assert cost.at(5000).at(640) is cost.at(640) is cost.at(640 + CONTEXT_STEP // 2)
+    here = cost
+    for context in range(0, 4 * MOST_CONTEXTS * CONTEXT_STEP, CONTEXT_STEP):
+        here = here.at(context).at(context + CONTEXT_STEP)
+    gc.collect()
+    alive = [one for one in gc.get_objects() if type(one) is MeasuredCost and one.latencies is found]
+    assert len(alive) <= MOST_CONTEXTS + 2  # the first, and the one in hand
+
+
 # Deciding
 
 
@@ -319,13 +336,22 @@ def test_a_cheap_draft_is_asked_and_a_dear_one_is_not(price: float, drafts: bool
     decoder = new_decoder(GraphConfig(cost=MeasuredCost(latencies(price))))
     result = decoder.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=24)
     assert (result.stats.draft_passes > 0) is drafts
-    assert (choice(MeasuredCost(latencies(price)), HIT, GraphConfig()).levels > 0) is drafts
+    cost, config = MeasuredCost(latencies(price)), GraphConfig()
+    budget = DraftBudget(cost, config.levels, HIT, config.nodes)
+    assert (levels_grown(cost, budget, HIT, config)[1] > 0) is drafts
 
 
 def test_copies_go_on_when_drafting_does_not_pay() -> None:
     decoder = new_decoder(GraphConfig(cost=MeasuredCost(latencies(5.0))))
     stats = decoder.generate(torch.tensor([[1, 2, 3, 4, 5, 6] * 4]), max_new_tokens=40).stats
     assert stats.draft_passes == 0 and stats.verified_tokens > stats.steps
+
+
+def test_a_draft_that_does_not_pay_makes_no_pass_behind_the_prompt() -> None:
+    decoder, passes = new_decoder(GraphConfig(cost=MeasuredCost(latencies(5.0)))), []
+    decoder.draft_model.register_forward_pre_hook(lambda *_: passes.append(1))
+    tokens_of(decoder, max_new_tokens=100)
+    assert len(passes) == 1
 
 
 STEPPED = Latencies(  # of an engine that pads: nodes cost nothing up to the next width
@@ -336,6 +362,19 @@ STEPPED = Latencies(  # of an engine that pads: nodes cost nothing up to the nex
 )
 CPU = latencies(0.15, (1, 2, 4, 8, 16, 32), (117, 150, 207, 278, 360, 512))
 GPU = latencies(0.05, (1, 8, 64), (6.0, 6.4, 6.73))
+
+
+def levels_grown(cost: CostModel, budget: DraftBudget, hit: float, config: GraphConfig) -> tuple[TokenTree, int]:
+    """A step with nothing to copy, and how often the draft was asked in it."""
+    proposer = SureProposer(hit, config.k)
+    return grow(TokenGraph(0, config), [proposer], cost.floor(), budget), proposer.levels
+
+
+def speed_up(cost: CostModel, budget: DraftBudget, hit: float, config: GraphConfig) -> float:
+    """Expected tokens per second against plain decoding."""
+    tree, _ = levels_grown(cost, budget, hit, config)
+    nodes = nodes_worth_checking(tree, cost, budget.spent)
+    return float(tree.scores[:nodes].sum()) / (budget.spent + at(cost, nodes)) * at(cost, 1)
 
 
 class Forced(DraftBudget):
@@ -360,19 +399,15 @@ def test_the_decision_is_nearly_the_best_of_all(curves: Latencies, hit: float) -
     cost, config, best = MeasuredCost(curves), GraphConfig(), 0.0
     for levels in range(9):
         for width in (1, 2, 4, 8, 16, 64):
-            budget = Forced(cost, levels, width)
-            tree = grow(TokenGraph(0, config), [SureProposer(hit, config.k)], cost.floor(), budget)
-            nodes = nodes_worth_checking(tree, cost, budget.spent)
-            best = max(best, float(tree.scores[:nodes].sum()) / (budget.spent + at(cost, nodes)) * at(cost, 1))
-    assert choice(cost, hit, config).ratio > 0.95 * best
+            best = max(best, speed_up(cost, Forced(cost, levels, width), hit, config))
+    assert speed_up(cost, DraftBudget(cost, config.levels, hit, config.nodes), hit, config) > 0.95 * best
 
 
 def outcome(hit: bool, drafted: bool = True) -> Step:
     graph = TokenGraph(0, GraphConfig())
-    graph.add(0, 5, 0.6, "draft")
-    graph.add(0, 7, 0.7, "draft")
-    if drafted:
-        graph.drafted.add(0)
+    source: Source = "draft" if drafted else "copied"
+    graph.extend([0], np.ones(1), np.array([[7, 5]]), np.array([[0.7, 0.6]]), source)
+    assert graph.is_drafted(0) is drafted and len(graph) == 3
     return Step(0, graph, graph.unroll(), [], [7 if hit else 5])
 
 

@@ -12,12 +12,14 @@ from cost_tools import FakeClock, at, latencies
 from families import FAMILIES, perturbed, target_of
 
 from draftgraph import GraphConfig, GraphDecoder
-from draftgraph.cost import nodes_worth_checking
-from draftgraph.drafting.model import DraftVocabulary
-from draftgraph.engine.loan import Loan
-from draftgraph.engine.static import StaticEngine
-from draftgraph.tuning import Curve, MeasuredCost, measure_pair
-from draftgraph.tuning.measure import SECONDS, Passes, branches, measure, widths_up_to
+from draftgraph.cost import Curve, MeasuredCost
+from draftgraph.cost.budget import nodes_worth_checking
+from draftgraph.cost.measure import SECONDS, Passes, branches, measure, widths_up_to
+from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.eager import EagerEngine
+from draftgraph.engine.paged import PagedEngine
+from draftgraph.engine.protocol import PassResult
+from draftgraph.proposers.draft_model import DraftVocabulary
 
 VOCABULARY = 50
 
@@ -76,9 +78,10 @@ def test_a_curve_with_holes_is_refused(wrong: dict[str, Any]) -> None:
 
 
 class FakeEngine:
-    """Passes that take as long as one says."""
+    """Passes that take as long as one says; an engine with one context, which is itself."""
 
     branching = True
+    widths: tuple[int, ...] = ()
 
     def __init__(self, clock: FakeClock, first: float, node: float, token: float = 0.0, reading: float = 1e-5) -> None:
         self.clock, self.first, self.node, self.token, self.reading = clock, first, node, token, reading
@@ -101,13 +104,16 @@ class FakeEngine:
     def seconds(self, nodes: int, context: int) -> float:
         return self.first + self.node * (nodes - 1) + self.token * context
 
-    def forward(self, tokens: Any, depths: Any, visible: Any) -> torch.Tensor:
+    def run(self, segments: Any) -> list[PassResult]:
+        (segment,) = segments
+        assert segment.context is self
+        tokens = segment.tokens
         assert len(self.text) + self.scratch + len(tokens) <= self.capacity
         slow = self.busy[self.passes % len(self.busy)] if self.busy else 1.0
         self.clock.now += slow * self.seconds(len(tokens), len(self.text))
         self.passes += 1
         self.scratch += len(tokens)
-        return torch.zeros(len(tokens), VOCABULARY)
+        return [PassResult(torch.zeros(len(tokens), VOCABULARY))]
 
     def forget(self, scratch: int) -> None:
         self.scratch = scratch
@@ -131,7 +137,8 @@ class FakeDraft:
 def subjects(clock: FakeClock, *engines: FakeEngine) -> list[Passes]:
     vocabulary = DraftVocabulary(FakeDraft(), VOCABULARY)
     return [
-        Passes(engine, VOCABULARY, vocabulary if place else None, clock=clock) for place, engine in enumerate(engines)
+        Passes(engine, engine, VOCABULARY, vocabulary if place else None, clock=clock)  # type: ignore[arg-type]
+        for place, engine in enumerate(engines)
     ]
 
 
@@ -246,14 +253,27 @@ def test_widths_reach_the_bound() -> None:
 def test_every_family_can_be_measured(family: str) -> None:
     target = target_of(family)
     decoder = GraphDecoder(target, perturbed(target))
-    found = measure_pair(decoder, GraphConfig(), seconds=0.05)
+    found = decoder.measure(GraphConfig(), decoder.engines, seconds=0.05)
     assert found.draft is not None and found.target.nodes[-1] >= 8
-    assert decoder.target_engine.text == [] == decoder.draft_engine.text  # type: ignore[union-attr]
+    assert [engine.used for engine in decoder.engines.all] == [0, 0]
 
 
-def test_a_static_engine_can_be_measured() -> None:
+@pytest.mark.parametrize("engine_of", [EagerEngine, PagedEngine, lambda model: PagedEngine(model, captured=True)])
+def test_every_engine_can_be_measured(engine_of: Any) -> None:
     target = target_of("llama")
-    engine = StaticEngine(target)
+    engine = engine_of(target)
+    context = engine.open()
     with Loan(target):
-        found = measure([Passes(engine, 24)], window=4096, seconds=0.05)
-    assert found.target.nodes[-1] >= 8 and engine.text == []
+        found = measure([Passes(engine, context, 24)], window=4096, seconds=0.05)
+    assert found.target.nodes[-1] >= 8 and context.text == [] and context.scratch == 0
+    assert found.target.padded == engine.captured
+
+
+def test_a_draft_on_a_device_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    target = target_of("llama")
+    decoder = GraphDecoder(target, perturbed(target))
+    assert decoder.engines.device_drafts(GraphConfig()) is not None
+    found = decoder.measure(GraphConfig(), decoder.engines, seconds=0.05)
+    assert found.draft is not None and found.draft.nodes == (1, 8)
+    assert [engine.used for engine in decoder.engines.all] == [0, 0]

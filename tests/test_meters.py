@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftgraph.bench.meters import Meters, energy_counter
+from draftgraph.bench.stopwatch import Meters, energy_counter
 
 
 def test_a_cpu_tells_the_size_of_the_process_and_no_energy() -> None:
@@ -26,7 +26,7 @@ def test_energy_is_that_of_the_gpu_with_the_uuid(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12"))
-    monkeypatch.setattr("draftgraph.bench.meters.energy_counter", lambda _: energy_counter(torch.device("cuda")))
+    monkeypatch.setattr("draftgraph.bench.stopwatch.energy_counter", lambda _: energy_counter(torch.device("cuda")))
     meters = Meters(torch.device("cpu"))
     meters.begin()
     assert meters.read()["joules"] == 2.5

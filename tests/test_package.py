@@ -71,9 +71,9 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     assert "draftgraph/py.typed" in packaged
 
 
-def test_no_python_file_is_over_450_lines():
+def test_no_python_file_is_over_850_lines():
     lengths = {path: len(path.read_text().splitlines()) for path in repository_files() if path.suffix == ".py"}
-    assert {str(path): length for path, length in lengths.items() if length > 450} == {}
+    assert {str(path): length for path, length in lengths.items() if length > 850} == {}
 
 
 def test_no_file_names_a_path_of_one_machine():

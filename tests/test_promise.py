@@ -140,7 +140,7 @@ def test_plain_decoding_is_what_generate_does(family: str) -> None:
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_families_of_other_kinds_keep_the_promise_too(family: str) -> None:
     target, draft = models(family)
-    assert GraphDecoder(target, draft).can_branch
+    assert GraphDecoder(target, draft).engines.can_branch
     for style in ("greedy", "sampled"):
         for config in (CONFIGS["graph"][1], CONFIGS["auto"][1], GraphConfig(mode="chain")):
             assert decoded(family, config, style)[0] == plainly_decoded(family, style), config

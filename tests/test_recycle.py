@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 from families import VOCAB, perturbed, target_of
+from graph_tools import grow
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, GraphDecoder, TokenGraph, TokenTree
 from draftgraph.choose import DraftNoise
-from draftgraph.compiled.rankings import LONGEST, context_of, gumbel
 from draftgraph.cost import FlatCost
-from draftgraph.drafting import grow
-from draftgraph.drafting.recycle import ALTERNATIVES, RankingMemory, RecycleProposer
+from draftgraph.engine.protocol import Ranking
 from draftgraph.graph import NO_TOKEN, ROOT
 from draftgraph.noise import CHOICE, KeyedNoise
-from draftgraph.ranking import Ranking
+from draftgraph.proposers.recycling import ALTERNATIVES, LONGEST, RankingMemory, RecycleProposer, context_of, gumbel
 
 FREE = GraphConfig(cost=FlatCost())
 STYLES: dict[str, dict[str, Any]] = {
@@ -163,7 +162,7 @@ def test_sampled_text_is_ranked_with_the_noise_of_the_new_position() -> None:
     seen = set()
     for length in range(3, 40):
         text = [7] * (length - 1) + [5]
-        proposer = RecycleProposer(k=4, noise=DraftNoise(noise, 0.8, CHOICE))
+        proposer = RecycleProposer(k=4, perturb=DraftNoise(noise, 0.8, CHOICE))
         checked(proposer, text, tree_of([5], [-1]), [], ranking_of([10, 11, 12, 13, 14, 15]))
         proposer.begin(text)
         tokens, _ = proposer.propose(TokenGraph(5, GraphConfig()), [ROOT])
@@ -174,16 +173,13 @@ def test_sampled_text_is_ranked_with_the_noise_of_the_new_position() -> None:
     assert len(seen) > 2
 
 
-def test_the_noise_of_a_few_tokens_is_that_of_their_row() -> None:
+def test_the_compiled_noise_of_a_token_is_that_of_its_row() -> None:
     noise = KeyedNoise(seed=8, sample=2)
-    tokens = np.array([[3, 999, 0], [17, 4, 500]])
-    found = noise.gumbel_of(np.array([6, 70]), tokens, CHOICE)
-    for row, position in enumerate((6, 70)):
+    tokens = {6: [3, 999, 0], 70: [17, 4, 500]}
+    for position, here in tokens.items():
         whole = noise.gumbel(position, 1000, torch.device("cpu"), CHOICE).numpy()
-        assert found[row].tolist() == whole[tokens[row]].tolist()
-        key = np.uint64(noise.stream_key(CHOICE))
-        compiled = [gumbel(key, position, token) for token in tokens[row].tolist()]
-        assert compiled == pytest.approx(found[row].tolist(), rel=1e-12)
+        compiled = [gumbel(np.uint64(noise.stream_key(CHOICE)), position, token) for token in here]
+        assert compiled == pytest.approx(whole[here].tolist(), rel=1e-12)
 
 
 def test_a_ranking_is_the_best_of_the_logits() -> None:

@@ -21,17 +21,15 @@ from scipy.stats import binom
 
 from draftgraph import GraphConfig
 from draftgraph.bench import bench_run, speed
-from draftgraph.bench.gaps import Gaps, Rescored, as_good_as, luck, within
 from draftgraph.bench.rescoring import can_rescore, exact_products, float32_logits, rescored
 from draftgraph.bench.runs import FILE, Place, Record, of_kind, read_records
+from draftgraph.bench.sameness import Gaps, Rescored, as_good_as, luck, within
 from draftgraph.bench.speed import Deadline
-from draftgraph.bench.speed_report import SpeedReport
-from draftgraph.bench.speed_tables import FLOAT32, to_markdown
+from draftgraph.bench.speed_report import FLOAT32, SpeedReport
 from draftgraph.bench.stopwatch import Stopwatch
-from draftgraph.choose import Scored
 from draftgraph.cost import FlatCost
-from draftgraph.decoding import Decoding
-from draftgraph.engine.static import StaticEngine
+from draftgraph.engine.paged import PagedEngine
+from draftgraph.engine.protocol import Segment
 from draftgraph.graph import TokenTree
 from draftgraph.pair import Pair
 
@@ -95,20 +93,24 @@ def without_parents(parents: Parents) -> Parents:
 
 def plant(wrong: Callable[[Parents], Parents], monkeypatch: pytest.MonkeyPatch) -> None:
     """The target checks trees with these ancestors, and nobody else knows."""
-    verify = Decoding.verify
+    of_tree = Segment.of_tree
 
-    def misled(self: Decoding, tree: TokenTree) -> Scored:
-        return verify(self, replace(tree, parents=np.array(wrong(tree.parents.tolist()), dtype=tree.parents.dtype)))
+    def misled(context: Any, tree: TokenTree, *given: Any) -> Segment:
+        parents = np.array(wrong(tree.parents.tolist()), dtype=tree.parents.dtype)
+        return of_tree(context, replace(tree, parents=parents), *given)
 
-    monkeypatch.setattr(Decoding, "verify", misled)
+    monkeypatch.setattr(Segment, "of_tree", misled)
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("engine", ["eager", "static"])
-def test_every_mode_writes_as_well_as_plain_decoding(engine: str, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
+@pytest.mark.parametrize("engine", ["eager", "static", None])
+def test_every_mode_writes_as_well_as_plain_decoding(
+    engine: str | None, style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine is not None:
+        monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
     pair = letters("gemma3")
-    assert isinstance(pair.decoder.target_engine, StaticEngine) == (engine == "static")
+    assert isinstance(pair.decoder.engines.target, PagedEngine) == (engine != "eager")
     assert all(verdicts(pair, STYLES[style]).values())
 
 
@@ -130,7 +132,7 @@ def test_captured_passes_write_as_well_and_a_wrong_mask_is_found(
     dtype: torch.dtype, style: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = letters("gemma3", dtype, "cuda")
-    assert isinstance(pair.decoder.target_engine, StaticEngine)
+    assert isinstance(pair.decoder.engines.target, PagedEngine)
     assert all(verdicts(pair, STYLES[style]).values())
     for wrong in (with_siblings, without_parents):
         with monkeypatch.context() as planted:
@@ -272,14 +274,14 @@ def test_first_answers_in_half_precision_are_scored_after_all_is_timed(pair: Pai
     for mode in report.modes:
         assert mode.rescored is not None and (mode.rescored.answers, mode.rescored.tokens) == (4, 48)
         assert mode.rescored.as_good is (None if mode.mode == "off" else True)
-    assert "## Scored again in float32" in to_markdown(report) and FLOAT32 in to_markdown(report)
+    assert "## Scored again in float32" in report.to_markdown() and FLOAT32 in report.to_markdown()
     assert json.loads((tmp_path / "report.json").read_text())["modes"][1]["rescored"]["as_good"] is True
 
 
 def test_float32_needs_no_second_look(folder: Path, tmp_path: Path) -> None:
     report = small(pair_in(folder), tmp_path, repeats=1)
     assert not done(tmp_path) and report.unscored == 0 and all(mode.rescored is None for mode in report.modes)
-    assert "float32" not in to_markdown(report).partition("## ")[2]
+    assert "float32" not in report.to_markdown().partition("## ")[2]
 
 
 def test_scoring_goes_on_where_it_was(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

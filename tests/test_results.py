@@ -12,17 +12,17 @@ import pytest
 from bench_tools import pair_in
 from conftest import REPOSITORY
 
-from draftgraph.bench.paper.findings import COMPARED, PROBED, TIMED
-from draftgraph.bench.paper.report import PaperReport
+from draftgraph.bench.paper.findings import TEXTS as QUESTIONS
+from draftgraph.bench.paper.findings import PaperReport
 from draftgraph.bench.runs import FILE, Record, records_in
 from draftgraph.bench.speed import bench_run
 from draftgraph.bench.speed_report import SpeedReport
-from draftgraph.bench.task_prompts import TaskPrompt
+from draftgraph.bench.tasks import TaskPrompt
 
 RESULTS = REPOSITORY / "docs" / "results"
 MEASURED = sorted(file.parent for file in RESULTS.glob(f"*/{FILE}"))
 STUDIES = sorted(file.parent for file in RESULTS.glob("*/paper.json"))
-ALL_ITEMS = {name for name, *_ in (*TIMED, *COMPARED, *PROBED)}
+ALL_ITEMS = set(QUESTIONS)
 FIGURES = runpy.run_path(str(REPOSITORY / "docs" / "figures.py"))
 PUBLISH = runpy.run_path(str(REPOSITORY / "docs" / "publish.py"))
 TEXTS = {"tokens", "text", "reference"}

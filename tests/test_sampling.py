@@ -26,7 +26,9 @@ from transformers import (
 )
 
 from draftgraph.choose import KeyedChooser, Prefix
-from draftgraph.engine.sampling import Warping, lowest_kept, perturbed, reference, removed_by_top_p, sample
+from draftgraph.engine.protocol import Warping
+from draftgraph.kernels.noise import perturbed
+from draftgraph.kernels.sampling import lowest_kept, removed_by_top_p, sample, sample_reference
 from draftgraph.noise import CHOICE, KeyedNoise, gumbel_rows, signed
 
 UNLIKELY = 1e-3  # seeds are fixed, so a test that passes once passes always
@@ -48,13 +50,13 @@ Run = Callable[..., Tensor]
 
 
 def run(module: str, name: str, *arguments: Any) -> Tensor:
-    found: Tensor = getattr(import_module(f"draftgraph.engine.{module}"), name)(*arguments)
+    found: Tensor = getattr(import_module(f"draftgraph.kernels.{module}"), name)(*arguments)
     return found
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Run]:
-    pytest.importorskip("draftgraph.engine.sampling_kernel", reason="Triton is not installed")  # here, to be compiled
+    pytest.importorskip("triton", reason="Triton is not installed")
     with interpreter() as call:
         yield lambda *given: call(run, *given)
 
@@ -81,13 +83,13 @@ def key_of(noise: KeyedNoise) -> Tensor:
 def chosen(logits: Tensor, warping: Warping, positions: Tensor | None = None) -> Tensor:
     """By the reference."""
     positions = positions_of(len(logits)) if positions is None else positions
-    return reference(logits, key_of(NOISE), positions, *numbers(warping), warping.top_k)
+    return sample_reference(logits, key_of(NOISE), positions, *numbers(warping), warping.top_k)
 
 
 def chosen_by_kernel(kernel: Run, logits: Tensor, warping: Warping) -> Tensor:
     lowest = lowest_kept(logits, warping.top_k)
     return kernel(
-        "sampling_kernel", "sample", logits, key_of(NOISE), positions_of(len(logits)), lowest, *numbers(warping)
+        "sampling", "sample_triton", logits, key_of(NOISE), positions_of(len(logits)), lowest, *numbers(warping)
     )
 
 
@@ -170,7 +172,7 @@ def each_alone(case: tuple[Tensor, ...]) -> list[int]:
     for row, warping in enumerate(OWN):
         mine = slice(row, row + 1)
         told = [number.to(logits.device) for number in numbers(warping)]
-        found.append(reference(logits[mine], keys[mine], positions[mine], *told, warping.top_k).item())
+        found.append(sample_reference(logits[mine], keys[mine], positions[mine], *told, warping.top_k).item())
     return found
 
 
@@ -178,9 +180,9 @@ def each_alone(case: tuple[Tensor, ...]) -> list[int]:
 def test_rows_of_many_requests_are_chosen_together(interpreted: Run, columns: int) -> None:
     case = own_case(columns)
     expected = each_alone(case)
-    assert len(set(expected)) > 2 and reference(*case).tolist() == expected
+    assert len(set(expected)) > 2 and sample_reference(*case).tolist() == expected
     *given, top_k = case
-    found = interpreted("sampling_kernel", "sample", *given[:3], lowest_kept(given[0], top_k), *given[3:])
+    found = interpreted("sampling", "sample_triton", *given[:3], lowest_kept(given[0], top_k), *given[3:])
     assert found.tolist() == expected
 
 
@@ -226,11 +228,11 @@ def test_perturbed_logits(interpreted: Run, dtype: torch.dtype) -> None:
     logits = logits_of(5, 1500).to(dtype)[:, :1301]
     tokens = torch.randperm(60_000, generator=torch.Generator().manual_seed(0))[:1301]
     positions, temperature = torch.tensor([0, 1, 77, 2**31, 5]), torch.tensor([0.7], dtype=torch.float64)
-    found = interpreted("noise_kernel", "perturbed", logits, key_of(NOISE), positions, tokens, temperature)
+    found = interpreted("noise", "perturbed_triton", logits, key_of(NOISE), positions, tokens, temperature)
     expected = logits.double() + temperature * gumbel_rows(key_of(NOISE), positions, tokens)
     torch.testing.assert_close(found, expected.float(), rtol=1e-7, atol=0)
     nothing = torch.zeros(1, 1301)
-    noise = interpreted("noise_kernel", "perturbed", nothing, key_of(NOISE), positions[3:4], tokens, temperature / 0.7)
+    noise = interpreted("noise", "perturbed_triton", nothing, key_of(NOISE), positions[3:4], tokens, temperature / 0.7)
     rows = NOISE.gumbel(2**31, 60_000, torch.device("cpu"), CHOICE)
     torch.testing.assert_close(noise[0], rows[tokens].float(), rtol=1e-7, atol=0)
 
@@ -241,7 +243,7 @@ def test_logits_of_many_texts_are_perturbed_by_their_own_noise(interpreted: Run)
     keys = torch.cat([key_of(KeyedNoise(seed)) for seed in (1, 2, 3)])
     temperatures = torch.tensor([0.7, 0.0, 1.3], dtype=torch.float64)
     given = logits, keys, positions, tokens, temperatures
-    found = [perturbed(*given), interpreted("noise_kernel", "perturbed", *given)]
+    found = [perturbed(*given), interpreted("noise", "perturbed_triton", *given)]
     for text in range(3):
         here = slice(2 * text, 2 * text + 2)
         alone = perturbed(logits[here], keys[text, None], positions[here], tokens, temperatures[text, None])
@@ -263,9 +265,9 @@ POINTERS = {
 @pytest.mark.parametrize(
     ("module", "name", "fixed"),
     [
-        ("noise_kernel", "_perturb", {"block": 1024}),
-        ("sampling_kernel", "_search", {"part": 2048}),
-        ("sampling_kernel", "_choose", {"part": 2048, "pieces": 32}),
+        ("noise", "_perturb", {"block": 1024}),
+        ("sampling", "_search", {"part": 2048}),
+        ("sampling", "_choose", {"part": 2048, "pieces": 32}),
     ],
 )
 def test_kernels_compile_for_a_gpu(module: str, name: str, fixed: dict[str, int], logits: str, ones: bool) -> None:
@@ -274,9 +276,9 @@ def test_kernels_compile_for_a_gpu(module: str, name: str, fixed: dict[str, int]
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from draftgraph.engine.fused_kernel import ROUNDING
+    from draftgraph.kernels.triton_or_stub import ROUNDING
 
-    kernel = getattr(import_module(f"draftgraph.engine.{module}"), name)
+    kernel = getattr(import_module(f"draftgraph.kernels.{module}"), name)
     constants = fixed | ({"parts": 1} if ones and "parts" in kernel.arg_names else {})
     kinds = POINTERS | {"logits": logits} | dict.fromkeys(constants, "constexpr")
     signature = {argument: kinds[argument] for argument in kernel.arg_names}
@@ -361,7 +363,7 @@ def on_gpu(logits: Tensor, warping: Warping) -> list[Tensor]:
 def test_the_kernel_chooses_the_same_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype, warping: Warping) -> None:
     given = on_gpu(logits_of(*shape).to(dtype), warping)
     found = sample(*given, warping.top_k)
-    assert torch.equal(found, reference(*given, warping.top_k))
+    assert torch.equal(found, sample_reference(*given, warping.top_k))
     assert torch.equal(found[-1:], sample(given[0][-1:], given[1], given[2][-1:], *given[3:], warping.top_k))
 
 
@@ -370,13 +372,11 @@ def test_hopeless_rows_end_on_a_gpu() -> None:
     logits, warping = logits_of(4, 49_152), Warping(0.5, 0, 0.6, 0.3)
     logits[0], logits[1], logits[2, ::2], logits[3] = -torch.inf, torch.nan, torch.nan, torch.inf
     given = on_gpu(logits, warping)
-    assert torch.equal(sample(*given), reference(*given))
+    assert torch.equal(sample(*given), sample_reference(*given))
 
 
 @pytest.mark.gpu
 def test_logits_are_perturbed_on_a_gpu() -> None:
-    from draftgraph.engine.noise_kernel import perturbed
-
     logits, key, positions, temperature, *_ = on_gpu(logits_of(8, 12_288).bfloat16(), Warping(0.7))
     tokens = torch.arange(12_288, device="cuda") * 4
     expected = (logits.double() + temperature * gumbel_rows(key, positions, tokens)).float()

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftgraph import GraphConfig
 from draftgraph.batching import Job, Limits, Overloaded, Progress, Scheduler
-from draftgraph.drafting.past import Past
 from draftgraph.engine.pages import PAGE
 from draftgraph.errors import UsageError
 from draftgraph.pair import Pair
+from draftgraph.proposers.copying import Past
 
 LIMITS = Limits(texts=4, waiting=8, slots=4096)
 

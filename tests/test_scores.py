@@ -13,8 +13,7 @@ from cli_tools import Runner, refused
 
 from draftgraph.bench import bench_run
 from draftgraph.bench.runs import Record, read_records
-from draftgraph.bench.scores import Scorer, accuracy, last_number, rouge, scorer_of, scores_of, translation
-from draftgraph.bench.task_prompts import TaskPrompt
+from draftgraph.bench.tasks import Scorer, TaskPrompt, accuracy, last_number, rouge, scorer_of, scores_of, translation
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

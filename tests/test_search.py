@@ -13,19 +13,17 @@ from bench_tools import pair_in, write_tasks
 from cli_tools import PROMPT, Runner, refused
 
 from draftgraph import GraphConfig, UsageError
-from draftgraph.bench.runs import Record
+from draftgraph.bench import runs, searching
+from draftgraph.bench.runs import Deadline, Record
+from draftgraph.bench.searching import ROUNDS, Outcome, SearchReport, search
 from draftgraph.bench.speed import pair_key
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.pair import Pair, load
 from draftgraph.profile import FIELDS, Profile, read_profile
-from draftgraph.tuning import history, search, searching
-from draftgraph.tuning.search_report import SearchReport
-from draftgraph.tuning.searching import ROUNDS, Limit
-from draftgraph.tuning.turns import Outcome
 
 TASKS = {"cats": ["the cat sat", "a cat"], "mats": ["on the mat", "the mat and the cat"]}
 DRAWN = {"search.svg", "search.png"}
-WRITTEN = {"search.json", "search.md", "profile.toml", history.FILE}
+WRITTEN = {"search.json", "search.md", "profile.toml", searching.TRIALS}
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +73,14 @@ def profile_of(pair: Pair, file: Path, **setting: Any) -> Path:
 def test_the_modules_are_found_without_importing_them_by_name():
     import draftgraph
 
-    assert draftgraph.tuning.search is search and draftgraph.profile.read_profile is read_profile
+    assert draftgraph.bench.search is search and draftgraph.profile.read_profile is read_profile
 
 
 def test_the_papers_setting_is_tried_first_and_compared_with_the_best_and_auto(pair, tmp_path):
     report = small(pair, tmp_path / "out")
     paper = GraphConfig(mode="graph")
     assert report.trials[0].paper and report.trials[0].setting == {
-        name: getattr(paper, name) for name in ("mode", *history.space())
+        name: getattr(paper, name) for name in ("mode", *searching.space())
     }
     assert [one.name for one in report.compared] == ["trial 1", *(one.name for one in report.compared[1:-1]), "auto"]
     assert len(report.compared) == 2 + searching.FINALISTS and report.rounds == ROUNDS
@@ -141,8 +139,8 @@ def test_a_killed_search_leaves_nothing_that_hinders(pair, tmp_path, monkeypatch
         context.setattr("optuna.Study.tell", lambda *_, **__: None)  # as if there had been no time to say so
         small(pair, out)
     assert not (out / "search.md").exists()
-    (out / f"{history.FILE}.lock").write_text("")
-    with (out / history.FILE).open("a") as file:
+    (out / f"{searching.TRIALS}.lock").write_text("")
+    with (out / searching.TRIALS).open("a") as file:
         file.write('{"op_code": 5, "wor')
     report = small(pair, out, trials=2)
     assert [one.paper for one in report.trials] == [True, False] and report.trials[0].name == "trial 2"
@@ -151,12 +149,12 @@ def test_a_killed_search_leaves_nothing_that_hinders(pair, tmp_path, monkeypatch
 def test_bad_settings_are_given_up_early(pair, tmp_path, answered):
     report = small(pair, tmp_path / "out", trials=14)
     pruned = [one for one in report.trials if one.pruned]
-    assert pruned and not any(one.pruned for one in report.trials[: history.UNPRUNED])
+    assert pruned and not any(one.pruned for one in report.trials[: searching.UNPRUNED])
     assert all(list(one.outcome.tasks) == ["cats"] for one in pruned)
     assert answered.count("trial") == 4 * 14 - 2 * len(pruned)
     assert not {one.name for one in pruned} & {one.name for one in report.compared}
     assert report.best.outcome.speed.ratio >= report.paper.outcome.speed.ratio
-    assert set(report.importance) == set(history.space()) and sum(report.importance.values()) == pytest.approx(1)
+    assert set(report.importance) == set(searching.space()) and sum(report.importance.values()) == pytest.approx(1)
     assert f"{len(pruned)} given up early" in (tmp_path / "out" / "search.md").read_text()
 
 
@@ -172,7 +170,7 @@ def test_measurements_of_other_prompts_lengths_or_models_are_never_mixed(pair, t
 
 def test_a_damaged_file_of_trials_is_refused(pair, tmp_path):
     small(pair, tmp_path / "out", trials=1)
-    file = tmp_path / "out" / history.FILE
+    file = tmp_path / "out" / searching.TRIALS
     file.write_text("no JSON\n" + file.read_text())
     with pytest.raises(UsageError, match="damaged"):
         small(pair, tmp_path / "out")
@@ -186,9 +184,9 @@ def test_a_target_alone_is_searched_too(pair, tmp_path):
 
 def test_nothing_is_begun_that_would_not_be_done_in_time(pair, tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(searching.time, "monotonic", lambda: now[0])
-    limit = Limit(100.0)
-    assert limit.allows(1000) and Limit(None).allows(1000)
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    limit = Deadline(100.0)
+    assert limit.allows(1000) and Deadline(None).allows(1000)
     with limit.watch(4):
         now[0] += 20.0
     assert limit.allows(10) and not limit.allows(11)  # half as long again
@@ -242,7 +240,7 @@ def test_the_command_shows_tables_and_its_profile_is_used(run, folder, data, tmp
         for words in (["--profile", tmp_path / "new" / "best.toml"], typed)
     ]
     assert answers[0]["stats"]["verified_tokens"] == answers[1]["stats"]["verified_tokens"]
-    monkeypatch.setattr(Limit, "allows", lambda *_: False)
+    monkeypatch.setattr(Deadline, "allows", lambda *_: False)
     done = run(*options[:-2], "--trials", 3, "--seconds", 1)
     assert done.status == 0 and "2 of 3 trials" in done.err
 
@@ -264,7 +262,7 @@ def test_any_profile_gives_the_same_tokens(pair, tmp_path, seed):
     import optuna
 
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
-    setting = history.setting_of(study.ask(history.space()))
+    setting = searching.setting_of(study.ask(searching.space()))
     config = read_profile(profile_of(pair, tmp_path / "profile.toml", **setting)).config
     for sampling in ({}, {"temperature": 0.8, "seed": seed}):
         answers = [

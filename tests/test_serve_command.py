@@ -14,9 +14,8 @@ import httpx
 import pytest
 from cli_tools import Runner, refused
 
-import draftgraph.serve.model
 import draftgraph.serve.run
-from draftgraph.serve.engine_process import Loop, telling_faults
+from draftgraph.serve.engine_process import Loop, reporting_faults
 
 TESTS = Path(__file__).resolve().parent
 
@@ -206,7 +205,7 @@ def test_a_job_that_cannot_be_read_fails_alone(wire):
 
 def test_a_step_that_fails_is_told_in_one_line(wire):
     _, theirs, told = wire
-    assert telling_faults(theirs, lambda: Loop(theirs, Pieces(), dict).run({"model": "x"})) == 70
+    assert reporting_faults(theirs, lambda: Loop(theirs, Pieces(), dict).run({"model": "x"})) == 70
     assert next(told) == {"ready": {"model": "x"}}
     assert next(told) == {"fault": "ValueError: broken into pieces"}
 

@@ -6,8 +6,7 @@ import pytest
 from serve_tools import LiveServer
 
 from draftgraph.errors import UsageError
-from draftgraph.serve.keys import Keys, read_keys
-from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.settings import Keys, ServerSettings, read_keys
 
 OPEN = ("/health", "/ready", "/docs", "/openapi.json")
 CLOSED = ("/v1/models", "/v1/models/fake", "/metrics", "/v1/chat/completions", "/v1/nothing", "/nothing")

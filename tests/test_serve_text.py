@@ -4,10 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_tools import tokenizer
 
-from draftgraph.serve.answer import Answer
-from draftgraph.serve.text import MOST_HELD, AnswerText
-from draftgraph.serve.tokens import TokenNames
-from draftgraph.serve.wire import Progress
+from draftgraph.batching.job import Job, Progress
+from draftgraph.serve.generation import Answer
+from draftgraph.serve.text import MOST_HELD, AnswerText, TokenNames
 from draftgraph.text import decode
 
 LETTERS = st.text("ab c日🐈", max_size=24)
@@ -66,14 +65,14 @@ def test_endless_halves_of_characters_are_shown_in_the_end():
 @given(st.lists(st.integers(0, 319), max_size=40), st.lists(st.integers(1, 5), min_size=40, max_size=40), STOPS)
 def test_an_answer_does_not_depend_on_how_many_tokens_come_in_a_step(tokens, sizes, stops):
     def answer(sizes):
-        found = Answer(0, {"trace": False, "tokens": [1]}, TokenNames(tokenizer()), tokenizer(), stops)
+        found = Answer(0, Job("0", (1,)), TokenNames(tokenizer()), tokenizer(), stops)
         text, scored, rest = "", [], list(tokens)
         while found.finish_reason is None:
             size = sizes.pop(0)
             now, rest = rest[:size], rest[size:]
             told = [{"logprob": -1.0, "top": []} for _ in now]
             piece = found.take(Progress("0", now, ["target"] * len(now), told, None, None if rest else "length"))
-            text, scored = text + piece.text, scored + [(one.token, one.start) for one in piece.scored]
+            text, scored = text + piece.text, scored + [(one.token, one.start) for one in piece.scores]
         return text, scored, found.tokens, found.finish_reason
 
     assert answer([1] * 41) == answer([*sizes, 1])

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from draftgraph import GraphConfig, GraphDecoder, UsageError
 from draftgraph.cost import FlatCost
-from draftgraph.trace import Step
+from draftgraph.stats import Step
 
 START = PROMPT[0].tolist()
 VOCAB = 24

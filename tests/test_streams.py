@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import perturbed, target_of
 from interop import LENGTH, MODES, PROMPT, decode, decoder, first_after, generate, letters, pair, pieces_of, plain_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -20,7 +21,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from draftgraph import DraftGraphError, GraphConfig, Pair, UsageError
-from draftgraph.engine.packed_static import PackedStaticEngine
+from draftgraph.engine import selfcheck
+from draftgraph.engine.paged import PagedEngine
 from draftgraph.text import HALF_A_CHARACTER, TextStream
 
 START = PROMPT[0].tolist()
@@ -156,21 +158,39 @@ def test_a_list_of_prompts_in_recorded_passes(monkeypatch):
     prompts, given = ["a", "é漢", "😀 a漢a"], {"max_new_tokens": 20, "temperature": 0.9, "seed": 8}
     alone = [speaking("off").generate(prompt, **given).token_ids for prompt in prompts]
     monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
-    speaker = speaking("auto")
-    kept = []
-    for _ in range(2):
-        assert [output.token_ids for output in speaker.generate(prompts, **given)] == alone
-        kept.append(speaker.decoder.kept_batch[1])
-    assert kept[0] is kept[1] and isinstance(kept[0].target, PackedStaticEngine)
+    speaker, recorded = speaking("auto"), []
+    record = PagedEngine._record
+    monkeypatch.setattr(PagedEngine, "_record", lambda self, *told: recorded.append(told) or record(self, *told))
+    engines = speaker.decoder.engines.all
+    assert [type(engine) for engine in engines] == [PagedEngine] * len(engines)
+    assert [output.token_ids for output in speaker.generate(prompts, **given)] == alone
+    used, count = [engine.used for engine in engines], len(recorded)
+    assert [output.token_ids for output in speaker.generate(prompts, **given)] == alone
+    assert speaker.decoder.engines.all == engines and len(recorded) == count > 0, "nothing is recorded again"
     with pytest.raises(ValueError, match="broken on purpose"):
         speaker.generate(prompts, **given, logits_processor=[broken])
-    assert speaker.decoder.kept_batch is None  # it was left in the middle
+    assert [engine.used for engine in engines] == used, "it was left in the middle"
     assert [output.token_ids for output in speaker.generate(prompts, **given)] == alone
-    kept.append(speaker.decoder.kept_batch[1])
-    assert [output.token_ids for output in speaker.generate(prompts[:1], **given)] == alone[:1]  # no crowd
+    assert [output.token_ids for output in speaker.generate(prompts[:1], **given)] == alone[:1]
     longer = speaker.generate(prompts, **given | {"max_new_tokens": 300})
     assert [output.token_ids[:20] for output in longer] == alone
-    assert speaker.decoder.kept_batch[1] is not kept[-1]
+    assert [engine.used for engine in engines] == used
+
+
+@pytest.mark.parametrize("engine", ["exact", "static"])
+def test_a_list_of_prompts_does_not_check_the_models_again(monkeypatch, engine):
+    if engine == "static":
+        monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
+    target = target_of("gpt2", seed=8)
+    checks, difference = [], selfcheck.tree_difference
+    monkeypatch.setattr(selfcheck, "tree_difference", lambda *told: checks.append(told) or difference(*told))
+    speaker = Pair(target, perturbed(target), letters())
+    assert speaker.decoder is speaker.decoder
+    first = len(checks)
+    assert first > 0
+    for _ in range(2):
+        assert len(speaker.generate(["bad", "a cab", "dad"], max_new_tokens=4)) == 3
+    assert len(checks) == first
 
 
 def broken(ids, scores):

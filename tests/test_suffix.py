@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 from families import target_of
+from graph_tools import grow
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgraph import GraphConfig, GraphDecoder, TokenGraph
-from draftgraph.compiled.automaton import EMPTY, continuations
 from draftgraph.cost import FlatCost
-from draftgraph.drafting import grow
-from draftgraph.drafting.suffix import SuffixAutomaton, SuffixProposer
 from draftgraph.graph import NO_TOKEN, ROOT
+from draftgraph.proposers.copying import EMPTY, SuffixAutomaton, SuffixProposer, continuations
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

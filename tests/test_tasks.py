@@ -13,12 +13,8 @@ import pytest
 from cli_tools import Runner
 
 from draftgraph import UsageError
-from draftgraph.bench.hub_tasks import HUB
-from draftgraph.bench.scores import scorer_of
-from draftgraph.bench.structures import PEERS, mode_named
-from draftgraph.bench.suites import DEFAULT, SUITES, suite_named
-from draftgraph.bench.task_prompts import TaskPrompt
-from draftgraph.bench.tasks import OWN_FOLDER, read_tasks
+from draftgraph.bench.structures import DEFAULT, PEERS, SUITES, mode_named, suite_named
+from draftgraph.bench.tasks import HUB, OWN_FOLDER, TaskPrompt, read_tasks, scorer_of
 
 OWN_TASKS = ["code", "from_en", "instruct", "math", "questions", "story", "summary", "to_en"]
 SCORED = {"from_en", "math", "summary", "to_en"}

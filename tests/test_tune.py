@@ -7,10 +7,11 @@ import pytest
 import torch
 from cli_tools import PROMPT, Runner, refused
 
-from draftgraph.engine import linear
-from draftgraph.engine.choices import Choices
-from draftgraph.tuning import Curve, Latencies, MeasuredCost, prices
-from draftgraph.tuning.report import HITS
+from draftgraph import GraphDecoder
+from draftgraph.bench.tune import HITS
+from draftgraph.cost import Curve, Latencies, MeasuredCost, prices
+from draftgraph.kernels import linear
+from draftgraph.kernels.linear import Choices
 
 FOUND = Latencies(
     Curve.of([128, 1024], [1, 2, 8, 64], [[0.010, 0.011, 0.0125, 0.02], [0.012, 0.013, 0.016, 0.03]]),
@@ -31,10 +32,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take what we say."""
 
-    def known(decoder, config, seconds=0.0):
-        return FOUND if decoder.draft_engine else Latencies(FOUND.target, None, 64, 3.21)
+    def known(decoder, config, engines, seconds=0.0):
+        return FOUND if engines.draft else Latencies(FOUND.target, None, 64, 3.21)
 
-    monkeypatch.setattr(prices, "measure_pair", known)
+    monkeypatch.setattr(GraphDecoder, "measure", known)
 
 
 def test_the_table_shows_milliseconds_passes_and_what_auto_would_do(run, folder, found):
@@ -84,10 +85,10 @@ def test_a_target_alone_is_measured_too(run, folder, found):
 
 def test_tuning_measures_now_and_auto_goes_by_it(run, folder, monkeypatch):
     monkeypatch.setattr(prices, "SMALLEST", 0)
-    monkeypatch.setattr("draftgraph.tuning.measure.ROUNDS", 1)
+    monkeypatch.setattr("draftgraph.cost.measure.ROUNDS", 1)
     files = [json.loads(run("tune", "--target", folder, "--draft", "self", "--json").out)["file"] for _ in range(2)]
     assert files[0] == files[1]
-    monkeypatch.setattr(prices, "measure_pair", None)  # nothing may be measured any more
+    monkeypatch.setattr(GraphDecoder, "measure", None)  # nothing may be measured any more
     options = ["--target", folder, "--draft", "self", "--max-new-tokens", 8]
     done = run("generate", PROMPT, *options, "--stats")
     assert done.status == 0 and "measured prices" in done.err and "measuring" not in done.err

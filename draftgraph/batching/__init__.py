@@ -1,9 +1,18 @@
-"""Many texts at once: every step checks the graphs of all of them in one pass, and each gets the tokens that it would
-get alone."""
+"""Many sequences at once: every step checks the graphs of all of them in one pass, and each gets the tokens that it
+would get alone."""
 
-from draftgraph.batching.batch import Batch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from draftgraph.batching.job import Job, Progress
-from draftgraph.batching.scheduler import Limits, Overloaded, Scheduler
-from draftgraph.batching.text import Text
 
-__all__ = ["Batch", "Job", "Limits", "Overloaded", "Progress", "Scheduler", "Text"]
+if TYPE_CHECKING:
+    from draftgraph.batching.batch import Batch
+    from draftgraph.batching.scheduler import Limits, Overloaded, Scheduler
+
+__all__ = ["Batch", "Job", "Limits", "Overloaded", "Progress", "Scheduler"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use what needs torch, which whoever only sends jobs does without."""
+    return getattr(import_module("draftgraph.batching.scheduler"), name)

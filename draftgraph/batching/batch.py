@@ -1,266 +1,195 @@
-"""Texts that are continued together: in every step all of them draft, one pass checks all their graphs, and each walks
-its own. A text may join or leave at any step; a prompt is read in pieces beside the others' steps."""
+"""Sequences that are continued together. A sequence may join or leave at any step; a prompt is read in pieces beside
+the others' steps. What a step does stands in `step`."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence as Several
 from contextlib import suppress
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
-from draftgraph.batching.ahead import Ahead
-from draftgraph.batching.growing import Growth, checked_nodes, cost_of
-from draftgraph.batching.seats import SeatEngine, packed_or_apart
-from draftgraph.batching.sharing import Experience, Took
-from draftgraph.batching.text import Text
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder
-from draftgraph.drafting.batch_program import GraphSeats
-from draftgraph.drafting.device_batch import BatchDraft
-from draftgraph.drafting.model import ModelProposer
-from draftgraph.engine.capture import Captured
-from draftgraph.engine.loan import Loan
-from draftgraph.engine.packed import Part
-from draftgraph.engine.packed_static import PackedStaticEngine
-from draftgraph.engine.pages import OutOfPages
-from draftgraph.models.cache import notice
-from draftgraph.trace import Step
-from draftgraph.tuning import pricing_of
+from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.paged import slot_bytes
+from draftgraph.engine.pages import PAGE, OutOfPages
+from draftgraph.engine.protocol import Segment
+from draftgraph.generation import context_window
+from draftgraph.hardware import free_memory
+from draftgraph.notices import notice
+from draftgraph.sequence import Engines, Sequence, forget_all
+from draftgraph.step import Taken, guarded, read_draft, step
 
-TEXTS = 64  # continued at a time
+SEQUENCES = 64  # continued at a time
 CHUNK = 256  # tokens of prompts, read beside the steps of others
-CHUNK_ALONE = 1024  # where nobody waits for his next token
-LATE = 24  # tokens that a draft may lack when it begins a level: more are read before
-
-experiences: WeakKeyDictionary[GraphDecoder, Experience] = WeakKeyDictionary()  # a new batch knows what others saw
-Taken = list[tuple[Text, Step | None]]  # None: it failed
+CHUNK_ALONE = 1024  # where nobody waits for the next token
+SHARE = 0.5  # of the memory that is free: what keys and values may take
+USUAL = {"cpu": 512, "cuda": 4096}  # tokens that a pool has room for, for every sequence: more than most have
+FEWEST = 4096  # slots of a pool
+NODES = 128  # that stand behind a text while they are checked
 
 
 class Batch:
-    """Continues texts: `add` them, then `step` until nobody is left."""
+    """Continues sequences: `add` them, then `step` until nobody is left."""
 
-    def __init__(self, decoder: GraphDecoder, slots: int | None = None, texts: int = TEXTS) -> None:
+    def __init__(
+        self,
+        decoder: GraphDecoder,
+        slots: int | None = None,
+        sequences: int = SEQUENCES,
+        engines: Engines | None = None,
+    ) -> None:
+        """In a pool of so many slots, or as many as memory allows; or in engines that are there already."""
         self.decoder = decoder
-        self.waiting: deque[Text] = deque()
-        self.running: list[Text] = []  # those that came first are first
-        self.target: SeatEngine = packed_or_apart(decoder.target_model, slots, texts)
-        self.draft: SeatEngine | None = None
-        if decoder.draft_model is not None:
-            self.draft = packed_or_apart(decoder.draft_model, slots, texts)
-        self.ahead: Ahead | None = None
-        if isinstance(self.draft, GraphSeats):
-            self.ahead = Ahead(self.draft, decoder.draft_vocabulary)
-        self.most = min(texts, *(engine.most or texts for engine in self.engines))
-        self.experience = experiences.setdefault(decoder, Experience())
-        self.took = Took()
-        self.size = 0  # texts in the last pass
-        self._shortage: torch.OutOfMemoryError | None = None  # of memory, since the last step
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # those that came first are first
+        self.engines = engines or decoder.make_engines(slots or slots_for(decoder, sequences))
+        self.most = min(sequences, *(engine.most or sequences for engine in self.engines.all))
+        self.taken = Taken()  # the last step
         self._loan = Loan(*decoder.models)
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    @property
-    def engines(self) -> list[SeatEngine]:
-        return [self.target, *([self.draft] if self.draft else [])]
-
     def prepare(self, config: GraphConfig) -> None:
-        """Records and measures what texts of this configuration will need, before anybody waits for it."""
-        draft = self.ahead.draft_for(config) if self.ahead is not None else None
+        """Records and measures what sequences of this configuration will need, before anybody waits for it."""
         with self._loan:
             with suppress(torch.OutOfMemoryError):  # what is missing is tried again when it is needed
-                self._record(draft)
-            self._price(config, draft)
+                self._record(config)
+            self.decoder.pricing(config, self.engines)
 
-    def _record(self, draft: BatchDraft | None) -> None:
-        if not isinstance(self.target, PackedStaticEngine):
+    def _record(self, config: GraphConfig) -> None:
+        if not self.engines.target.captured:
             return
         notice(f"recording passes over up to {self.most} texts (about a minute)")
-        self.target.prepare(self.most)
-        if draft is not None and isinstance(self.draft, PackedStaticEngine):
-            self.draft.prepare_reading(self.most)
-            draft.prepare(self.most)
-
-    def _price(self, config: GraphConfig, draft: BatchDraft | None) -> None:
-        seats = [engine.open() for engine in self.engines]
-        pricing_of(self.decoder.seated(seats[0], seats[1] if self.draft else None, draft), config)
-        for seat in seats:
-            seat.rewind(0)
-            seat.close()
+        self.engines.target.prepare(self.most)
+        if self.engines.draft is not None and (drafts := self.engines.device_drafts(config)) is not None:
+            self.engines.draft.prepare(self.most, reading_only=True)
+            drafts.prepare(self.most)
 
     def could_hold(self, tokens: int) -> bool:
         """Whether a text of this length would fit if it were alone."""
-        return all(engine.slots == 0 or tokens <= engine.slots for engine in self.engines)
+        return all(engine.slots == 0 or tokens <= engine.slots for engine in self.engines.all)
 
-    def add(self, text: Text) -> None:
-        self.waiting.append(text)
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
 
-    def remove(self, text: Text) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Its slots are free for the next step."""
-        if text in self.running:
-            self.running.remove(text)
-            text.close()
-        elif text in self.waiting:
-            self.waiting.remove(text)
+        if sequence in self.running:
+            self.running.remove(sequence)
+            sequence.close()
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
 
     def step(self) -> Taken:
         """One pass for everybody; tells who took a step, and who failed."""
-        taken: Taken = []
+        self.taken = Taken()
         with self._loan:
-            self._admit(taken)
+            failed = self._admit()
             while self.running:
                 try:
-                    taken += self._step()
+                    self.taken = self._step()
                     break
                 except (OutOfPages, torch.OutOfMemoryError) as error:
-                    self._make_room(error, taken)
-            for text in [text for text in self.running if text.done]:
-                self.remove(text)
-        return taken
+                    failed += self._make_room(error)
+            self.taken.steps += [(sequence, None) for sequence in failed]
+            for sequence in [sequence for sequence in self.running if sequence.done]:
+                self.remove(sequence)
+        return self.taken
 
     def _step(self) -> Taken:
-        """Grow everybody's graph, check all in one pass, walk each; pieces of prompts are read in the same pass."""
-        shortage, self._shortage = self._shortage, None
-        if shortage is not None:
-            raise shortage
-        begun, ready = time.perf_counter(), [text for text in self.running if text.began]
-        growth = Growth.of(ready, self.draft, self.ahead, self.experience)
-        start = time.perf_counter()
-        pieces = self._pieces(bool(ready))
-        recorded = Captured.made
-        trees = [Part.of_tree(text.seat, growth.grown[text].tree, text.going.sampling) for text in ready]
-        logits = self.target.run([*trees, *pieces.values()]) if trees or pieces else []
-        for text in ready:
-            text.going.learn()  # from the step before, while the target is at work
-        self.target.wait()
-        checked, self.size = time.perf_counter(), len(logits)
-        taken = [(text, self._walk(text, growth, scores)) for text, scores in zip(ready, logits, strict=False)]
-        for (text, piece), scores in zip(pieces.items(), logits[len(ready) :], strict=True):
-            if not guarded(text, text.read, piece, scores):
-                taken.append((text, None))
-        self._begin_read()
-        drafting = self._draft_ahead()
-        for text, step in taken:
-            if step is not None:
-                guarded(text, text.look_back)
-        took = growth.took
-        took.verify, took.other = checked - start, time.perf_counter() - checked - drafting
-        if ready and not pieces and Captured.made == recorded:
-            self._learn(ready, growth, taken, time.perf_counter() - begun)
-        for text in ready:
-            text.spend(took)
-        self.took = took
-        return taken
+        ready = [sequence for sequence in self.running if sequence.began]
+        return step(ready, self._pieces(bool(ready)), self.engines, self.decoder.experience)
 
-    def _learn(self, texts: list[Text], growth: Growth, taken: Taken, seconds: float) -> None:
-        """From a step in which nothing was read or recorded."""
-        told = checked_nodes(growth), growth.levels, growth.took, growth.drafting
-        self.experience.learn(cost_of(texts[0]), len(texts), *told)
-        if len(texts) > 1 and any(text.decides_by_the_clock for text in texts):
-            tokens = sum(len(step.tokens) for _, step in taken if step is not None)
-            self.experience.custom(len(texts)).learn(tokens, seconds)
-
-    def _draft_ahead(self) -> float:
-        """Whoever has reason to draft in the next step sets off; how many seconds that took."""
-        ready = [text for text in self.running if text.began and not text.done]
-        custom = self.experience.custom(len(ready)).drafts
-        for text in ready:
-            text.look_ahead(custom)
-        self._catch_up([text for text in ready if text.hungry and isinstance(text.draft, ModelProposer)])
-        for text in ready:
-            text.going.draft_ahead(self.experience.prices(cost_of(text), len(ready)) if text.hungry else None)
-        start = time.perf_counter()
-        if self.ahead is not None:
-            self.ahead.start(ready)
-        return time.perf_counter() - start
-
-    def _walk(self, text: Text, growth: Growth, logits: Tensor) -> Step | None:
-        steps: list[Step] = []
-        guarded(text, lambda: steps.append(text.walk(growth.grown[text], logits)))
-        return steps[0] if steps else None
-
-    def _pieces(self, others: bool) -> dict[Text, Part]:
+    def _pieces(self, others: bool) -> dict[Sequence, Segment | None]:
         """What is read of prompts beside the others' steps; first come, first served. The draft reads its own now."""
         room = CHUNK if others else CHUNK_ALONE
-        reading = [text for text in self.running if not text.began]
-        pieces: dict[Text, Part] = {}
-        for text in reading:
-            if room > 0 and (piece := text.piece(room)) is not None:
-                pieces[text] = piece
+        reading = [sequence for sequence in self.running if not sequence.began]
+        pieces: dict[Sequence, Segment | None] = dict.fromkeys(reading)
+        for sequence in reading:
+            if room > 0 and (piece := sequence.piece(room)) is not None:
+                pieces[sequence] = piece
                 room -= len(piece.tokens)
-        if self.experience.custom(len(self.running)).drafts:
-            self._read_draft(reading)
+        drafts = self.decoder.experience.habit(len(self.running)).drafts
+        read_draft([one for one in reading if drafts or not one.decides_by_the_clock], self.engines)
         return pieces
 
-    def _read_draft(self, texts: list[Text], late: int = 0) -> bool:
-        """The draft reads a piece of those of which it lacks more tokens than that; whether there were any."""
-        pieces = [piece for text in texts if (piece := text.draft_piece(CHUNK_ALONE, late)) is not None]
-        if pieces and self.draft is not None:
-            self.draft.run(pieces)
-            for piece in pieces:
-                piece.commit()
-        return bool(pieces)
-
-    def _catch_up(self, texts: list[Text]) -> None:
-        """Who has not drafted for a while reads what he missed, if there is room for it. The last step has been taken:
-        what goes wrong here is a matter of the next."""
-        try:
-            while self._read_draft(texts, LATE):
-                pass
-        except (OutOfPages, torch.OutOfMemoryError) as error:
-            for text in texts:
-                text.hungry = text.draft_piece(1, LATE) is None
-            self._shortage = error if isinstance(error, torch.OutOfMemoryError) else None
-
-    def _begin_read(self) -> None:
-        for text in self.running:
-            if not text.began and text.failure is None and text.piece(1) is None:
-                text.begin()
-
-    def _admit(self, taken: Taken) -> None:
+    def _admit(self) -> list[Sequence]:
+        """Lets in who has room; tells who failed."""
+        failed = []
         while self.waiting and len(self.running) < self.most and self._has_room(self.waiting[0]):
-            text = self.waiting.popleft()
-            if guarded(text, text.open, self.decoder, self.target, self.draft, self.ahead):
-                self.running.append(text)
+            sequence = self.waiting.popleft()
+            if guarded(sequence, self._open, sequence):
+                self.running.append(sequence)
             else:
-                taken.append((text, None))
+                failed.append(sequence)
+        return failed
 
-    def _has_room(self, text: Text) -> bool:
+    def _open(self, sequence: Sequence) -> None:
+        if sequence.context is None:
+            drafts = sequence.config.drafts
+            engines = self.engines.all if drafts else [self.engines.target]
+            pricing = self.decoder.pricing(sequence.config, self.engines)
+            contexts = [engine.open(sequence.tenant) for engine in engines]
+            sequence.open(self.engines, self.decoder.learnt, pricing, contexts)
+        sequence.begin_with_known()
+
+    def _has_room(self, sequence: Sequence) -> bool:
         """Nobody is let in to be sent away at once."""
-        needed = text.length + text.config.nodes
-        return not self.running or all(engine.has_room(needed) for engine in self.engines)
+        needed = len(sequence.text) + sequence.config.nodes
+        return not self.running or all(engine.has_room(needed) for engine in self.engines.all)
 
-    def _make_room(self, error: Exception, taken: Taken) -> None:
-        """The newest gives up its slots: for later, if others leave some then."""
-        for text in self.running:
-            for seat in text.seats:
-                seat.forget(0)
-            if text.began:
-                text.going.learn()
-                text.going.begin()
+    def _make_room(self, error: Exception) -> list[Sequence]:
+        """The newest gives up its slots: for later, if others leave some then; else it has failed."""
         newest = self.running.pop()
+        for sequence in [*self.running, newest]:
+            sequence.restart()
         newest.close()
+        self.engines.launch_drafts([sequence for sequence in self.running if sequence.began])
         if isinstance(error, OutOfPages) and self.running:
             self.waiting.appendleft(newest)
-        else:
-            newest.failure = error
-            taken.append((newest, None))
-        self._draft_ahead()
-        self._shortage = None  # one at a time
+            return []
+        newest.failure = error
+        return [newest]
 
 
-def guarded(text: Text, act: Callable[..., Any], *given: Any) -> bool:
-    """What goes wrong in one text ends that text alone."""
+def slots_for(decoder: GraphDecoder, sequences: int) -> int:
+    """As many as texts of usual lengths need, if they fit into memory."""
+    found = []
+    for model in decoder.models:
+        device = model.get_input_embeddings().weight.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+        usual = USUAL.get(device.type, USUAL["cuda"])
+        longest = (context_window(model) or usual) + NODES
+        wanted = max(longest, sequences * min(usual, longest))
+        found.append(max(FEWEST, min(wanted, int(SHARE * free / max(1, slot_bytes(model))))))
+    return min(found)
+
+
+def slots_needed(sequences: Several[Sequence]) -> int:
+    """As many as those need that are continued at a time."""
+    needs = sorted((one.request.max_length + one.config.nodes + 2 * PAGE for one in sequences), reverse=True)
+    return sum(needs[:SEQUENCES])
+
+
+def continue_all(decoder: GraphDecoder, sequences: Several[Sequence]) -> None:
+    """Continues sequences together to their ends, in the decoder's own engines; raises what one of them fails with."""
+    batch = Batch(decoder, engines=decoder.engines)
+    for engine in batch.engines.all:
+        engine.reserve(slots_needed(sequences))
+    for sequence in sequences:
+        batch.add(sequence)
     try:
-        act(*given)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        while batch.busy:
+            for sequence, _ in batch.step().steps:
+                if sequence.failure is not None:
+                    raise sequence.failure
+    except BaseException:
+        running = list(batch.running)
+        forget_all(running)
+        for sequence in running:
+            batch.remove(sequence)
         raise
-    except Exception as error:
-        text.failure = error
-    return text.failure is None

@@ -1,4 +1,4 @@
-"""What somebody asks for, and what he is told step by step: plain data, fit for a wire."""
+"""What a client asks for, and what it is told step by step: plain data, fit for a wire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from draftgraph.errors import UsageError
 
 Finish = Literal["stop", "length", "cancelled", "deadline", "error"]
-Kind = Literal["usage", "overloaded", "memory", "engine"]
+Kind = Literal["usage", "overloaded", "memory", "engine", "stopping"]
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from draftgraph.batching.batch import TEXTS, Batch
+from draftgraph.batching.batch import SEQUENCES, Batch
 from draftgraph.batching.job import Finish, Job, Progress
 from draftgraph.batching.requests import config_of, request_of
-from draftgraph.batching.text import Text
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import fresh_seed
-from draftgraph.drafting.past import Past
 from draftgraph.engine.pages import OutOfPages
 from draftgraph.errors import DraftGraphError, UsageError
-from draftgraph.pair import Pair
-from draftgraph.trace import Step
+from draftgraph.proposers.copying import Past
+from draftgraph.sequence import Sequence
+from draftgraph.stats import Step
+
+if TYPE_CHECKING:
+    from draftgraph.pair import Pair
 
 
 class Overloaded(DraftGraphError):
@@ -32,7 +34,7 @@ class Overloaded(DraftGraphError):
 class Limits:
     """How much is taken on at a time."""
 
-    texts: int = TEXTS  # answered together
+    texts: int = SEQUENCES  # answered together
     waiting: int = 256  # jobs besides
     slots: int | None = None  # tokens that keys and values are kept of; None: as memory allows
     past_tokens: int = 0  # of past answers that new ones may copy from, of each tenant; 0: none
@@ -44,7 +46,7 @@ class Task:
     """A job under way."""
 
     job: Job
-    text: Text
+    sequence: Sequence
     submitted: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=lambda: [None])
@@ -63,7 +65,7 @@ class Scheduler:
         self.batch = Batch(pair.decoder, self.limits.slots, self.limits.texts)
         self.vocabulary = int(pair.target.get_input_embeddings().weight.shape[0])
         self._tasks: dict[str, Task] = {}
-        self._by_text: dict[Text, Task] = {}
+        self._by_sequence: dict[Sequence, Task] = {}
         self._pasts: OrderedDict[str, Past] = OrderedDict()
         self._cancelled: list[Progress] = []
         self._steps = 0
@@ -83,13 +85,13 @@ class Scheduler:
             raise UsageError(f"{request.max_length} tokens are more than there is room for: ask for fewer")
         outputs = Outputs(keep_logprobs=job.logprobs is not None, alternatives=job.logprobs or 0)
         seed = fresh_seed() if job.seed is None else job.seed
-        past = self._past_of(job.tenant)
-        text = Text(request, seed, config_of(job, self.config), job.sample, outputs, job.tenant, past)
-        task = Task(job, text)
+        config, past = config_of(job, self.config), self._past_of(job.tenant)
+        sequence = Sequence(request, seed, config, sample=job.sample, outputs=outputs, tenant=job.tenant, past=past)
+        task = Task(job, sequence)
         if job.prompt_logprobs is not None:
-            text.on_prompt = lambda logits: self._score_prompt(task, logits)
-        self._tasks[job.id] = self._by_text[text] = task
-        self.batch.add(text)
+            sequence.on_prompt = lambda logits: self._score_prompt(task, logits)
+        self._tasks[job.id] = self._by_sequence[sequence] = task
+        self.batch.add(sequence)
 
     def cancel(self, id: str) -> None:
         """Its slots are free for the next step, which tells its figures."""
@@ -101,36 +103,36 @@ class Scheduler:
         told, self._cancelled = self._cancelled, []
         told += [self._ended(task, "deadline") for task in list(self._tasks.values()) if task.late]
         start = time.monotonic()
-        taken = self.batch.step()
+        taken = self.batch.step().steps
         self._steps += bool(taken)
         self._seconds += time.monotonic() - start
-        for text, step in taken:
-            if (task := self._by_text.get(text)) is not None:
+        for sequence, step in taken:
+            if (task := self._by_sequence.get(sequence)) is not None:
                 told.append(self._progress(task, step))
-        for text in [text for text in self.batch.running if text.began]:  # nothing but their prompts was asked for
-            if not self._by_text[text].job.max_tokens:
-                told.append(self._ended(self._by_text[text], "length"))
+        for sequence in [one for one in self.batch.running if one.began]:  # nothing but their prompts was asked for
+            if not self._by_sequence[sequence].job.max_tokens:
+                told.append(self._ended(self._by_sequence[sequence], "length"))
         return told
 
     def figures(self) -> dict[str, Any]:
         batch = self.batch
         return {
             "running": len(batch.running),
-            "batch_size": batch.size,
+            "batch_size": batch.taken.sequences,
             "waiting": len(batch.waiting),
-            "slots_used": batch.target.used,
-            "slots_total": batch.target.slots,
+            "slots_used": batch.engines.target.used,
+            "slots_total": batch.engines.target.slots,
             "steps": self._steps,
             "seconds": self._seconds,
         }
 
     def _progress(self, task: Task, step: Step | None) -> Progress:
-        if task.text.failure is not None:
-            return self._failed(task, task.text.failure)
+        if task.sequence.failure is not None:
+            return self._failed(task, task.sequence.failure)
         assert step is not None
         now = time.monotonic()
         told = Progress(task.job.id, list(step.tokens), sources_of(step))
-        outputs = task.text.outputs
+        outputs = task.sequence.outputs
         if outputs.keep_logprobs:
             newest = slice(len(outputs.logprobs) - len(step.tokens), None)
             pairs = zip(outputs.logprobs[newest], outputs.best[newest], strict=True)
@@ -139,18 +141,19 @@ class Scheduler:
             task.first_token = now
             told.prompt_logprobs = self._prompt_logprobs(task)
         if task.job.trace:
-            told.step = traced(step, self.batch.took.in_all)
+            told.step = traced(step, self.batch.taken.seconds.in_all)
         if step.finish_reason is not None:
             told.finish_reason, told.stats = step.finish_reason, self._stats(task)  # type: ignore[assignment]
-            if task.text.past is not None:
-                task.text.past.add(task.text.going.new_tokens)
+            if task.sequence.past is not None:
+                task.sequence.past.add(task.sequence.new_tokens)
             self._forget(task)
         return told
 
     def _ended(self, task: Task, reason: Finish) -> Progress:
         told = Progress(task.job.id, finish_reason=reason, stats=self._stats(task))
         told.prompt_logprobs = self._prompt_logprobs(task) if reason == "length" else None
-        self._drop(task)
+        self.batch.remove(task.sequence)
+        self._forget(task)
         return told
 
     def _failed(self, task: Task, failure: Exception) -> Progress:
@@ -172,21 +175,17 @@ class Scheduler:
             self._pasts.popitem(last=False)
         return past
 
-    def _drop(self, task: Task) -> None:
-        self.batch.remove(task.text)
-        self._forget(task)
-
     def _forget(self, task: Task) -> None:
         self._tasks.pop(task.job.id, None)
-        self._by_text.pop(task.text, None)
+        self._by_sequence.pop(task.sequence, None)
 
     def _stats(self, task: Task) -> dict[str, Any]:
-        decoding, now = task.text.decoding, time.monotonic()
-        found = decoding.stats.to_dict() if decoding is not None else {}
+        sequence, now = task.sequence, time.monotonic()
+        found = sequence.stats.to_dict() if sequence.admitted is not None else {}
         first = (task.first_token or now) - task.submitted
-        queue = (task.text.admitted or now) - task.submitted
+        queue = (sequence.admitted or now) - task.submitted
         times = {"queue_seconds": queue, "first_token_seconds": first, "seconds_in_all": now - task.submitted}
-        return found | times | {"reused_tokens": task.text.reused}
+        return found | times | {"reused_tokens": sequence.reused}
 
     def _score_prompt(self, task: Task, logits: Tensor) -> None:
         """Of a piece of the prompt: what the model thought of the tokens that follow."""

@@ -1,33 +1,34 @@
-"""Measures: how good a draft is for a target, and how fast the modes are.
+"""Measures: how good a draft is for a target, how fast the modes are, and which settings of mode `graph` are fastest.
 
 >>> pair = draftgraph.load(draft="my-draft")                                    # doctest: +SKIP
 >>> draftgraph.bench.bench_draft(pair, {"sky": ["Why is the sky blue?"]})       # doctest: +SKIP
 >>> draftgraph.bench.bench_run(pair, {"sky": ["Why is the sky blue?"]}, "out")  # doctest: +SKIP
+>>> draftgraph.bench.search(pair, {"sky": ["Why is the sky blue?"]}, "search").best.setting    # doctest: +SKIP
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftgraph.bench.draft import bench_draft
+    from draftgraph.bench.draft import DraftReport, bench_draft
     from draftgraph.bench.inflation import Shape, inflate
-    from draftgraph.bench.report import DraftReport
+    from draftgraph.bench.searching import search
     from draftgraph.bench.speed import bench_run
     from draftgraph.bench.speed_report import SpeedReport
 
-__all__ = ["DraftReport", "Shape", "SpeedReport", "bench_draft", "bench_run", "inflate"]
+__all__ = ["DraftReport", "Shape", "SpeedReport", "bench_draft", "bench_run", "inflate", "search"]
 _HOME = {
-    "DraftReport": "report",
-    "Shape": "inflation",
-    "SpeedReport": "speed_report",
-    "bench_draft": "draft",
-    "bench_run": "speed",
-    "inflate": "inflation",
+    "draft": ("DraftReport", "bench_draft"),
+    "inflation": ("Shape", "inflate"),
+    "searching": ("search",),
+    "speed": ("bench_run",),
+    "speed_report": ("SpeedReport",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: tasks and reports are read without torch."""
-    if name in _HOME:
-        return getattr(import_module(f"draftgraph.bench.{_HOME[name]}"), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"draftgraph.bench.{module}"), name)
     raise AttributeError(f"module 'draftgraph.bench' has no attribute {name!r}")

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from draftgraph.decoder import GraphDecoder
 from draftgraph.distillation.sampler import Sampler
-from draftgraph.engine.loan import Loan, unwrapped
-from draftgraph.errors import UsageError
-from draftgraph.fields import setting
-from draftgraph.generation import context_window
-from draftgraph.models.cache import cache_dir
-from draftgraph.models.progress import Report
+from draftgraph.engine.borrowing import Loan, unwrapped
+from draftgraph.files import cache_dir, replacing
+from draftgraph.generation import setting
 from draftgraph.noise import KeyedNoise
-
-if TYPE_CHECKING:
-    from draftgraph.decoder import GraphDecoder
+from draftgraph.notices import Report
 
 LONGEST_PERIOD = 24
 REPEATS = 3
@@ -34,7 +27,7 @@ FINGERPRINT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens of the target behind a prompt, as keyed decoding with this seed gives them."""
+    """The target's answer to a prompt: the tokens of keyed decoding with this seed."""
 
     prompt: list[int]
     tokens: list[int]  # a final stop token included
@@ -66,7 +59,7 @@ class TargetAnswers:
     def __init__(self, decoder: GraphDecoder, max_new_tokens: int, seed: int = 0) -> None:
         self.target = decoder.target_model
         self.vocabulary_size = decoder.vocabulary_size
-        self.device = decoder.target_engine.device
+        self.device = decoder.engines.target.device
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         eos = setting("eos_token_id", unwrapped(self.target), {})
@@ -79,18 +72,23 @@ class TargetAnswers:
     def to(self, prompts: list[list[int]], temperature: float, report: Report | None = None) -> list[Answer]:
         """One answer per prompt, from the cache if this target was asked the same before."""
         file = cache_dir() / "answers" / f"{self._key(prompts, temperature)}.json"
-        answers = kept(file, len(prompts))
-        if answers is None:
+        answers = None
+        with suppress(OSError, ValueError, TypeError):
+            answers = [[int(token) for token in answer] for answer in json.loads(file.read_text())]
+        if answers is None or len(answers) != len(prompts):
             noise = self._noise(len(prompts)) if temperature > 0 else None
             answers = self.sampler.continue_texts(
                 prompts, self.max_new_tokens, temperature, self.seed, noise=noise, report=report
             )
-            keep(file, answers)
+            with suppress(OSError):  # only speed is lost
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(file) as partial:
+                    partial.write_text(json.dumps(answers))
         rows = zip(prompts, answers, strict=True)
         return [Answer(prompt, tokens, temperature, self.seed + row) for row, (prompt, tokens) in enumerate(rows)]
 
     def _noise(self, rows: int) -> Callable[[int, int], Tensor]:
-        """The noise with which keyed decoding would choose: a draft that knows it can foresee sampled tokens."""
+        """The noise of keyed decoding: a draft that shares it can predict sampled tokens."""
         noises = [KeyedNoise(self.seed + row) for row in range(rows)]
 
         def gumbel(row: int, position: int) -> Tensor:
@@ -100,35 +98,9 @@ class TargetAnswers:
         return gumbel
 
     def _key(self, prompts: list[list[int]], temperature: float) -> str:
-        """Known by what was asked, and by what the target says: names, dates and sizes of files tell less."""
+        """A digest of the question and of the target's logits: names and dates of files do not identify weights."""
         ids = torch.tensor([prompts[0][:FINGERPRINT_TOKENS]], device=self.device)
         with Loan(self.target):
             said = self.target(input_ids=ids).logits[0, -1].float().cpu().numpy().tobytes()
         asked = [prompts, temperature, self.max_new_tokens, self.seed, sorted(self.stop_ids)]
         return hashlib.sha256(json.dumps(asked).encode() + said).hexdigest()
-
-
-def refuse_past_window(target: Any, task: str, prompts: list[list[int]], max_new_tokens: int) -> None:
-    window = context_window(target)
-    for row, prompt in enumerate(prompts, start=1):
-        if window is not None and len(prompt) + max_new_tokens > window:
-            raise UsageError(
-                f"prompt {row} of {task} has {len(prompt)} tokens, too many for {max_new_tokens} new ones "
-                f"in the target's context window of {window}: shorten it, or ask for fewer new ones"
-            )
-
-
-def kept(file: Path, answers: int) -> list[list[int]] | None:
-    with suppress(OSError, ValueError, TypeError):
-        found = json.loads(file.read_text())
-        if len(found) == answers:
-            return [[int(token) for token in answer] for answer in found]
-    return None
-
-
-def keep(file: Path, answers: list[list[int]]) -> None:
-    partial = file.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):  # only speed is lost
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(answers))
-        partial.replace(file)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftgraph.engine.loan import adapters, unwrapped
+from draftgraph import private
+from draftgraph.engine.borrowing import adapters, unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.models.progress import progress_bar
-from draftgraph.models.student import is_plain, spread
+from draftgraph.models.draft import is_plain, spread
+from draftgraph.notices import progress_bar
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -26,7 +27,7 @@ SIGMA = 0.02  # of random weights, as in a new Llama: nothing overflows, not eve
 
 @dataclass(frozen=True)
 class Shape:
-    """The measures of a Llama, under the names that `LlamaConfig` has for them."""
+    """The sizes of a Llama, named as in `LlamaConfig`."""
 
     hidden_size: int
     intermediate_size: int
@@ -90,7 +91,9 @@ def inflate(model: Any, shape: str | Shape = "llama-2-7b", *, seed: int = 0) -> 
                     embed_layer(layer, real[index], fit)
                 report((index + 1) / len(large_layers))
             materialise(large, draw, fit)
-            embed_ends(large, model, fit)
+            put(large.model.embed_tokens, model.model.embed_tokens.weight)
+            put(large.model.norm, model.model.norm.weight * fit.shrink)
+            put(large.lm_head, model.lm_head.weight)
     except torch.OutOfMemoryError:
         size = sum(weight.numel() * weight.itemsize for weight in large.parameters()) / 1e9
         raise UsageError(f"{name} takes {size:.1f} GB, more than is free on {device}: choose a smaller shape") from None
@@ -117,7 +120,7 @@ class Fit:
 
 
 def fitted(model: Any, shape: Shape) -> Fit:
-    """How the model goes into the shape, or a refusal."""
+    """How the model goes into the shape; raises UsageError where it does not."""
     check_family(model)
     config = model.config
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
@@ -193,12 +196,11 @@ def on_meta(model: Any, shape: Shape) -> LlamaForCausalLM:
         rope_parameters=copy.deepcopy(source.rope_parameters),
         tie_word_embeddings=False,
     )
-    config._name_or_path = source._name_or_path  # where the tokenizer is found
+    config.name_or_path = source.name_or_path  # where the tokenizer is found
     weight = model.get_input_embeddings().weight
     with torch.device("meta"), no_init_weights():
-        large: LlamaForCausalLM = LlamaForCausalLM._from_config(
-            config, dtype=weight.dtype, attn_implementation=source._attn_implementation
-        )
+        attention = private.attention_of(source)
+        large: LlamaForCausalLM = private.new_model(LlamaForCausalLM, config, weight.dtype, attention)
     large.model.rotary_emb = LlamaRotaryEmbedding(config).to(weight.device)
     large.generation_config = copy.deepcopy(model.generation_config)
     large.eval()
@@ -237,12 +239,6 @@ def embed_layer(large: Any, small: Any, fit: Fit) -> None:
         put(getattr(large, name), getattr(small, name).weight * fit.shrink)
 
 
-def embed_ends(large: Any, small: Any, fit: Fit) -> None:
-    put(large.model.embed_tokens, small.model.embed_tokens.weight)
-    put(large.model.norm, small.model.norm.weight * fit.shrink)
-    put(large.lm_head, small.lm_head.weight)
-
-
 def heads_of(attention: Any, name: str) -> Tensor:
     """A view of a projection, [heads, channels of a head, channels of the stream]."""
     weight: Tensor = getattr(attention, name).weight
@@ -251,5 +247,5 @@ def heads_of(attention: Any, name: str) -> Tensor:
 
 
 def put(module: Any, weight: Tensor) -> None:
-    """Into the first rows and columns."""
+    """Write into the first rows and columns."""
     module.weight[tuple(map(slice, weight.shape))] = weight

@@ -5,21 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-from draftgraph.bench.gaps import Gaps
-from draftgraph.bench.sameness import STEPS_OF_A_TIE
+from draftgraph import private
+from draftgraph.bench.sameness import STEPS_OF_A_TIE, Gaps
 from draftgraph.choose import Prefix, process
-from draftgraph.engine.loan import Loan, unwrapped
-from draftgraph.models.student import is_plain
-
-if TYPE_CHECKING:
-    from draftgraph.decoding import Decoding
+from draftgraph.decoder import Decoding
+from draftgraph.engine.borrowing import Loan, unwrapped
+from draftgraph.models.draft import is_plain
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -40,7 +37,7 @@ def rescored(decoding: Decoding, tokens: Sequence[int] | None = None) -> Gaps:
     tokens = decoding.new_tokens if tokens is None else tokens
     length = decoding.prefix.padding + decoding.prompt_length
     prompt = decoding.prefix.ids[:, :length]
-    logits = float32_logits(decoding.decoder.target_model, prompt[:, decoding.prefix.padding :], tokens)
+    logits = float32_logits(decoding.engines.target.model, prompt[:, decoding.prefix.padding :], tokens)
     prefix = Prefix.of(prompt, length + len(tokens), decoding.prefix.padding)
     gaps = []
     for row, token in zip(logits, tokens, strict=True):
@@ -50,14 +47,13 @@ def rescored(decoding: Decoding, tokens: Sequence[int] | None = None) -> Gaps:
 
 
 def gap_of(decoding: Decoding, logits: Tensor, token: int, prefix: Prefix) -> Gaps:
-    """Of one token, behind this text."""
     raw, processed = process(decoding.request.processors, logits, prefix)
     noise = torch.zeros_like(raw[0], dtype=torch.float64)
     if decoding.noise is not None:
         noise = decoding.noise.gumbel(prefix.position, len(noise), noise.device)
         decoding.noise.forget_before(prefix.position)
     temperature = decoding.request.temperature
-    step = torch.finfo(decoding.decoder.target_model.dtype).eps * abs(float(raw.max()))
+    step = torch.finfo(decoding.engines.target.model.dtype).eps * abs(float(raw.max()))
     scores = processed[0].double() + noise
     chosen = float(scores[token])
     if chosen == float(scores.max()):
@@ -95,13 +91,13 @@ def float32_logits(model: Any, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 class InFloat32(TorchFunctionMode):
-    """While entered: half precision does not exist. Each operation is given its weights in float32 as it needs them, so
-    that there is never a second copy of a model, and nothing of the model is changed."""
+    """While entered, tensors in half precision are read as float32. Each operation is given its weights in float32 as
+    it needs them, so that there is never a second copy of a model, and nothing of the model is changed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", None) == "__get__":  # a weight is not converted to be asked for its shape
             return raised_type(func(*args))
-        args, kwargs = tree_map(raised, (args, kwargs or {}))
+        args, kwargs = private.tree_map(raised, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -4,21 +4,57 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
+from statistics import median
 from typing import Any, NamedTuple
 
 from draftgraph.errors import UsageError
 
 FILE = "runs.jsonl"
 PLAIN = "off"
+SPARE = 1.5  # times the usual time
 Record = dict[str, Any]  # its "kind": configuration (the first one), session, warm-up, run, failed, rescored or scores
 
 
+@dataclass
+class Deadline:
+    """A time limit: nothing is begun that would exceed it, by how long answers took so far."""
+
+    seconds: float | None
+
+    def __post_init__(self) -> None:
+        self._end = None if self.seconds is None else time.monotonic() + self.seconds
+        self._taken: list[float] = []  # seconds of an answer
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None: there is no end."""
+        return None if self._end is None else self._end - time.monotonic()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether an answer that takes as long as the slowest would be late."""
+        return self.left is not None and self.left <= max(self._taken, default=0.0)
+
+    def allows(self, answers: int) -> bool:
+        """Whether there is time for so many, if they take as long as usual, and half as long again."""
+        usual = median(self._taken) if self._taken else 0.0
+        return self.left is None or SPARE * answers * usual < self.left
+
+    @contextmanager
+    def watch(self, answers: int = 1) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._taken.append((time.monotonic() - start) / answers)
+
+
 class Place(NamedTuple):
-    """One measurement among all."""
+    """Which measurement: the key of a run."""
 
     task: str
     prompt: int
@@ -44,7 +80,7 @@ def all_places(tasks: Mapping[str, Sequence[str]], modes: Sequence[str], repeats
 
 
 def read_records(folder: Path) -> list[Record]:
-    """What a folder holds, the configuration first."""
+    """The records of a folder, the configuration first."""
     file = folder / FILE
     try:
         records = records_in(file)
@@ -64,12 +100,12 @@ def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
 
 
 def last_session(records: Sequence[Record]) -> int:
-    """Where the last call begins."""
+    """The index of the record with which the last call began."""
     return max((place for place, record in enumerate(records) if record["kind"] == "session"), default=0)
 
 
 def can_be_rescored(run: Record) -> bool:
-    """Answers are kept of first runs alone; what another library has sampled is not ours to judge."""
+    """Only first runs keep their tokens; sampled answers of other libraries are not compared."""
     return "tokens" in run and run["same"] is not None
 
 
@@ -93,7 +129,7 @@ class Runs:
             self.append("configuration", configuration)
 
     def append(self, kind: str, record: Record) -> None:
-        """On disk when this returns."""
+        """Write a record; it is on disk when this returns."""
         self.records.append({"kind": kind} | record)
         self._stream.write(json.dumps(self.records[-1]).encode() + b"\n")
         self._stream.flush()
@@ -120,14 +156,12 @@ class Runs:
     def __enter__(self) -> Runs:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stream.close()
 
 
 def whole_lines(content: bytes) -> bytes:
-    """Without a last line that was being written when its run was killed."""
+    """The content without an incomplete last line, which a killed run leaves."""
     return content[: content.rfind(b"\n") + 1]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -15,57 +14,27 @@ import torch
 import transformers as transformers_library
 
 from draftgraph import __version__
-from draftgraph.bench.answers import refuse_past_window
-from draftgraph.bench.draft import name_of
-from draftgraph.bench.exports import Exports
-from draftgraph.bench.hf_methods import hf_method
 from draftgraph.bench.inflation import inflate as inflated
-from draftgraph.bench.methods import Method, MethodFailed, Mode
+from draftgraph.bench.methods import Exports, Method, MethodFailed, method_named
 from draftgraph.bench.rescoring import can_rescore
-from draftgraph.bench.runs import PLAIN, Place, Record, Runs, all_places, can_be_rescored, digest, of_kind
-from draftgraph.bench.scores import to_score
+from draftgraph.bench.runs import PLAIN, Deadline, Place, Record, Runs, all_places, can_be_rescored, digest, of_kind
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.bench.structures import HF_METHODS, MODES, PEERS, mode_named
-from draftgraph.bench.vllm_methods import Vllm
+from draftgraph.bench.tasks import to_score
 from draftgraph.config import GraphConfig
-from draftgraph.distillation.folders import claimed, held_alone
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import UsageError
+from draftgraph.files import claimed, held_alone
+from draftgraph.generation import context_window
 from draftgraph.hardware import device_name
-from draftgraph.models.cache import notice
-from draftgraph.models.progress import progress_bar
-from draftgraph.models.student import is_plain
+from draftgraph.models.draft import is_plain
+from draftgraph.notices import notice, progress_bar
 from draftgraph.pair import Pair
 from draftgraph.profile import FIELDS
 from draftgraph.text import encode
 
 MARKED = 64  # numbers of every weight by which a model is known again
-
-
-@dataclass
-class Deadline:
-    """Nothing is begun that would not be done in time, if it takes as long as the slowest so far."""
-
-    seconds: float | None
-
-    def __post_init__(self) -> None:
-        self._end = None if self.seconds is None else time.monotonic() + self.seconds
-        self._slowest = 0.0
-
-    @property
-    def left(self) -> float | None:
-        """Seconds; None: there is no end."""
-        return None if self._end is None else self._end - time.monotonic()
-
-    @property
-    def is_near(self) -> bool:
-        return self._end is not None and time.monotonic() + self._slowest >= self._end
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self._slowest = max(self._slowest, time.monotonic() - start)
 
 
 def bench_run(
@@ -137,12 +106,6 @@ def inflated_pair(pair: Pair, shape: str | None) -> Pair:
     return pair if shape is None else Pair(inflated(pair.target, shape), pair.draft, pair.tokenizer)
 
 
-def method_named(word: str, watch: Stopwatch, exports: Exports, vllm: str | None) -> Method:
-    if word not in PEERS:
-        return Mode(word, watch)
-    return hf_method(word, watch, exports) if word in HF_METHODS else Vllm(word, watch, exports, vllm)
-
-
 def measure_all(
     methods: Sequence[Method],
     runs: Runs,
@@ -158,10 +121,6 @@ def measure_all(
     measured, plain = runs.measured, runs.plain
     missing = [place for place in places if place not in measured]
     working = {method.name: method for method in methods if any(place.mode == method.name for place in missing)}
-
-    def give_up(mode: str, error: MethodFailed, left: Sequence[Place]) -> None:
-        working.pop(mode).close()
-        runs.append("failed", {"mode": mode, "reason": str(error), "left_out": sum(one.mode == mode for one in left)})
 
     warm: set[str] = set()
     with progress_bar(f"{len(missing)} of {len(places)} measurements") as report:
@@ -179,7 +138,9 @@ def measure_all(
                 with deadline.watch():
                     run = method.run(prompt, plain.get(number))
             except MethodFailed as error:
-                give_up(place.mode, error, missing[done:])
+                working.pop(place.mode).close()
+                left = sum(one.mode == place.mode for one in missing[done:])
+                runs.append("failed", {"mode": place.mode, "reason": str(error), "left_out": left})
                 continue
             if place.mode == PLAIN:
                 plain.setdefault(number, run["tokens"])
@@ -193,7 +154,7 @@ def measure_all(
 
 
 def longest_of(pair: Pair, tasks: Mapping[str, Sequence[str]]) -> str:
-    """The prompt to warm up with: nothing outgrows its cache."""
+    """The longest prompt: after a warm-up with it no cache has to grow."""
     prompts = (prompt for of_task in tasks.values() for prompt in of_task)
     return max(prompts, key=lambda prompt: len(encode(pair.tokenizer, prompt)))
 
@@ -223,13 +184,20 @@ def refuse_unreadable(pair: Pair, tasks: Mapping[str, Sequence[str]], max_new_to
         raise UsageError("this pair has no tokenizer: prompts cannot be read")
     if not tasks or not all(tasks.values()):
         raise UsageError("every task needs prompts: give at least one task with one prompt")
+    window = context_window(pair.target)
     for task, prompts in tasks.items():
-        refuse_past_window(pair.target, task, [encode(pair.tokenizer, one) for one in prompts], max_new_tokens)
+        for row, prompt in enumerate(prompts, start=1):
+            length = len(encode(pair.tokenizer, prompt))
+            if window is not None and length + max_new_tokens > window:
+                raise UsageError(
+                    f"prompt {row} of {task} has {length} tokens, too many for {max_new_tokens} new ones "
+                    f"in the target's context window of {window}: shorten it, or ask for fewer new ones"
+                )
 
 
 def surroundings(pair: Pair) -> Record:
-    """What measurements must have in common to stand beside each other."""
-    engine = pair.decoder.target_engine
+    """What must be the same for measurements to be comparable."""
+    engine = pair.decoder.engines.target
     return {
         "device": device_name(engine.device),
         "dtype": str(pair.target.dtype).removeprefix("torch."),
@@ -244,8 +212,13 @@ def surroundings(pair: Pair) -> Record:
 
 
 def pair_key(pair: Pair) -> Record:
-    """What a setting is found for: this pair, here."""
+    """What a setting was found for: the pair and the machine."""
     return {"target": name_of(pair.target), "draft": pair.draft and name_of(pair.draft)} | surroundings(pair)
+
+
+def name_of(model: Any) -> str:
+    inner = unwrapped(model)
+    return Path(getattr(inner, "name_or_path", "")).name or type(inner).__name__
 
 
 def mark_of(model: Any) -> str:

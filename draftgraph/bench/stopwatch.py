@@ -1,29 +1,87 @@
-"""One answer in one mode, timed: from the prompt to the first token, and from there to the end."""
+"""One answer in one mode, measured: seconds to the first token and from there to the end, memory and energy."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from draftgraph.bench.answers import loops
-from draftgraph.bench.gaps import Gaps
-from draftgraph.bench.meters import Meters
 from draftgraph.bench.rescoring import rescored
 from draftgraph.bench.runs import PLAIN, Record, digest
-from draftgraph.bench.sameness import Difference, difference
+from draftgraph.bench.sameness import Difference, Gaps, difference
+from draftgraph.config import GraphConfig
+from draftgraph.cost.latency import MeasuredCost
+from draftgraph.decoder import Decoding
+from draftgraph.engine.protocol import Segment
 from draftgraph.inspect import GraphReport
-from draftgraph.tuning.latency import MeasuredCost
+from draftgraph.pair import Pair
+from draftgraph.stats import Step
 
-if TYPE_CHECKING:
-    from draftgraph.config import GraphConfig
-    from draftgraph.decoding import Decoding
-    from draftgraph.pair import Pair
-    from draftgraph.trace import Step
+
+class Meters:
+    """Memory and energy of a target's device. Made before its engines, to tell weights from other memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        self._energy = energy_counter(device)
+        self._millijoules = 0
+
+    def begin(self) -> None:
+        if self._weights is not None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.wait()
+        if self._energy is not None:
+            self._millijoules = self._energy()
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self._weights is not None:
+            torch.cuda.synchronize(self.device)
+
+    def read(self) -> Record:
+        """Since `begin`: what is held beside the weights at most, and joules of the whole device. On a CPU there is
+        only the largest size that this process ever had."""
+        found: Record = {}
+        if self._weights is not None:
+            found["extra_bytes"] = torch.cuda.max_memory_allocated(self.device) - self._weights
+        elif (resident := peak_resident_bytes()) is not None:
+            found["resident_bytes"] = resident
+        if self._energy is not None:
+            found["joules"] = (self._energy() - self._millijoules) / 1000
+        return found
+
+
+def peak_resident_bytes() -> int | None:
+    """The peak size of this process; None where the system does not report it."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def energy_counter(device: torch.device) -> Any:
+    """A function that gives millijoules since the driver was loaded; None: no NVML, or a GPU that does not count."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception:  # NVML has an error class for each of its reasons
+        return None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
 
 
 WARM_UP_STEPS = 24
@@ -45,12 +103,12 @@ class Stopwatch:
         self.engines_took = time.perf_counter() - start
 
     def warm_up(self, mode: str, prompt: str) -> Record:
-        """Whatever happens only once: prices are measured, kernels compiled, passes of every width captured."""
+        """Do all one-time work: prices are measured, kernels compiled, passes of every width captured."""
         self.meters.begin()
         start = time.perf_counter()
         decoding = self._start(mode, prompt)
         if decoding.prices is not None:  # not measured again between timed runs
-            cost = decoding.pricing.at(0, decoding.stats)
+            cost = decoding.pricing.at(0)
             self.modes[mode] = replace(self.modes[mode], cost=cost)
         steps = list(islice(decoding.steps(), WARM_UP_STEPS))
         if decoding.config.nodes > self._widest:  # the engine is that of all modes
@@ -106,11 +164,10 @@ class Stopwatch:
         return told(tokens, difference(self._start(PLAIN, prompt), plain, tokens) if tokens != plain else None)
 
     def rescore(self, prompt: str, tokens: Sequence[int]) -> Gaps:
-        """Of an answer that was given before."""
         return rescored(self._start(PLAIN, prompt), tokens)
 
     def _example(self, mode: str, steps: Sequence[Step]) -> Record:
-        """The step that accepted the most, to look at."""
+        """The step that accepted the most, for the page."""
         fullest = max(steps, key=lambda step: len(step.path), default=None)
         if fullest is None or len(fullest.tree) == 1:
             return {}
@@ -134,9 +191,10 @@ def told(tokens: list[int], other: Difference | None) -> Record:
 
 def pass_of_every_width(decoding: Decoding) -> None:
     """An engine may prepare for a width when it first meets it, and the answers to come may have other widths."""
-    engine, width = decoding.target, 1
+    engine, context, width = decoding.engines.target, decoding.context, 1
     with decoding.loan:
         while width <= decoding.config.nodes:
-            engine.forward(np.full(width, decoding.text[-1]), np.arange(width), np.tri(width, dtype=bool))
-            engine.forget(0)
+            tokens, seen = np.full(width, decoding.text[-1]), np.tri(width, dtype=bool)
+            engine.run([Segment(context, tokens, np.arange(width), seen)])
+            context.forget(0)
             width *= 2

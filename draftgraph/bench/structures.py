@@ -1,8 +1,9 @@
-"""What a draft may grow: the structures that are compared, under the names that reports use."""
+"""What is compared, under the names that reports use: structures, modes, other libraries' methods, suites."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftgraph.config import CHOICES, RANGES, GraphConfig
@@ -14,12 +15,8 @@ STRUCTURES: dict[str, GraphConfig] = {
     "chain-8": GraphConfig(mode="chain", chain_length=8),
     "paper-tree": GraphConfig(mode="tree"),
     "paper-graph": GraphConfig(mode="graph"),
-    "tree-16": GraphConfig(mode="tree", max_nodes=16, **BEST_FIRST),
-    "tree-32": GraphConfig(mode="tree", max_nodes=32, **BEST_FIRST),
-    "tree-64": GraphConfig(mode="tree", max_nodes=64, **BEST_FIRST),
-    "graph-16": GraphConfig(mode="graph", max_nodes=16, **BEST_FIRST),
-    "graph-32": GraphConfig(mode="graph", max_nodes=32, **BEST_FIRST),
-    "graph-64": GraphConfig(mode="graph", max_nodes=64, **BEST_FIRST),
+    **{f"tree-{nodes}": GraphConfig(mode="tree", max_nodes=nodes, **BEST_FIRST) for nodes in (16, 32, 64)},
+    **{f"graph-{nodes}": GraphConfig(mode="graph", max_nodes=nodes, **BEST_FIRST) for nodes in (16, 32, 64)},
 }
 HF_METHODS = ("hf", "hf-assisted", "hf-assisted-constant", "hf-lookup", "hf-static")
 VLLM_METHODS = ("vllm", "vllm-ngram", "vllm-draft")
@@ -28,7 +25,7 @@ MODES = ("off", "chain-4", "chain-8", "tree", "graph", "auto")  # that are timed
 
 
 def chosen(names: Sequence[str]) -> dict[str, GraphConfig]:
-    """The structures of these names; of none: all."""
+    """The structures with these names; all if none is named."""
     for name in names:
         if name not in STRUCTURES:
             raise UsageError(f"there is no structure {name}: choose of {', '.join(STRUCTURES)}")
@@ -70,3 +67,35 @@ def setting_named(word: str) -> tuple[str, Any]:
         return name, kinds[name](value)
     except ValueError as error:
         raise UsageError(f"{name} must be a number, not {value!r}") from error
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How much is measured; prompts are the first ones of each task."""
+
+    prompts: int
+    new_tokens: int
+    repeats: int
+    modes: Sequence[str]
+
+    def changed(self, **given: Any) -> Suite:
+        """Replaces the values that are not None."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+
+OF_TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
+DEFAULT = Suite(prompts=8, new_tokens=128, repeats=3, modes=MODES)
+SUITES = {
+    "quick": Suite(2, 40, 1, ("off", "chain-4", "tree", "graph", "auto", *OF_TRANSFORMERS)),  # minutes on two cores
+    "full": Suite(8, 128, 3, ("off", "chain-2", *MODES[1:], *OF_TRANSFORMERS)),
+}
+
+
+def suite_named(name: str | None) -> Suite:
+    """
+    >>> suite_named("quick").changed(repeats=3, prompts=None).repeats
+    3
+    """
+    if name is not None and name not in SUITES:
+        raise UsageError(f"there is no suite {name}: choose of {', '.join(SUITES)}")
+    return DEFAULT if name is None else SUITES[name]

@@ -1,4 +1,4 @@
-"""The command line: `draftgraph generate`, `chat`, `compare`, `inspect`, `doctor`."""
+"""The command line: one module for each command or family of commands."""
 
 from draftgraph.cli.app import app, main
 

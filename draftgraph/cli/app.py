@@ -6,42 +6,56 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from draftgraph import __version__
 from draftgraph.cli.bench import app as bench
-from draftgraph.cli.bench_paper import PAPER_OPTIONS, paper
-from draftgraph.cli.bench_report import REPORT_OPTIONS, report
-from draftgraph.cli.bench_run import RUN_OPTIONS, run
+from draftgraph.cli.bench import tune
 from draftgraph.cli.chat import chat
-from draftgraph.cli.command import register
-from draftgraph.cli.compare import compare
-from draftgraph.cli.distill import DISTILL_OPTIONS, distill
-from draftgraph.cli.doctor import DOCTOR_OPTIONS, doctor
-from draftgraph.cli.errors import INTERRUPTED, WRONG_USE, complain, usage_line
-from draftgraph.cli.evaluate import EVAL_CONTEXT, evaluate
-from draftgraph.cli.generate import generate
-from draftgraph.cli.inspect import INSPECT_DEFAULTS, inspect
-from draftgraph.cli.serve import SERVE_OPTIONS, serve
-from draftgraph.cli.tune import TUNE_OPTIONS, tune
+from draftgraph.cli.distill import distill
+from draftgraph.cli.doctor import doctor
+from draftgraph.cli.generate import compare, generate, inspect
+from draftgraph.cli.options import MODELS, REPORTS, Settings, register
+from draftgraph.cli.serve import KEYS, SERVE_OPTIONS, serve
+from draftgraph.cli.terminal import FAILED, INTERRUPTED, WRONG_USE, complain, usage_line
+from draftgraph.distillation.recipe import OWN_PROMPTS, STEPS, Recipe
+from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.serve.settings import ServerSettings
 
 EPILOG = "Every option can also be set in the environment, --max-nodes as DRAFTGRAPH_MAX_NODES, or in a --config file."
 
 app = typer.Typer(name="draftgraph", epilog=EPILOG, pretty_exceptions_enable=False)
 for function in (generate, chat, compare):
     register(app, function)
-register(app, inspect, **INSPECT_DEFAULTS)
-register(app, serve, only=SERVE_OPTIONS)
-register(app, distill, only=DISTILL_OPTIONS)
-register(app, tune, only=TUNE_OPTIONS)
-register(app, doctor, only=DOCTOR_OPTIONS)
-register(bench, run, only=RUN_OPTIONS)
-register(bench, report, only=REPORT_OPTIONS)
-register(bench, paper, only=PAPER_OPTIONS)
-app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
+register(app, inspect, defaults=Settings(mode="graph"))  # the paper's graphs are small
+register(app, serve, only=SERVE_OPTIONS, also=ServerSettings, keys=KEYS)
+only = ("target", "device", "dtype", *REPORTS)
+register(app, distill, only=only, also=Recipe, own_prompts=OWN_PROMPTS, steps=STEPS)
+register(app, tune, only=(*MODELS, "k", "max_nodes", "max_depth", "seed", *REPORTS))
+register(app, doctor, only=(*MODELS, *REPORTS))
 app.add_typer(bench)
+
+
+# Nothing is parsed here, not even --help: the harness has its own.
+@app.command(
+    "eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def evaluate(context: typer.Context) -> None:
+    """Check quality with lm-evaluation-harness: takes the options of lm_eval run."""
+    try:
+        import_module("draftgraph.evaluation")  # registers the model
+        from lm_eval.__main__ import cli_evaluate
+
+        sys.argv = ["draftgraph eval", "run", "--model", "draftgraph", *context.args]
+        cli_evaluate()
+    except DraftGraphError as error:
+        complain(str(error))
+        raise typer.Exit(WRONG_USE if isinstance(error, UsageError) else FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def print_version(wanted: bool) -> None:

@@ -9,20 +9,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from draftgraph.cli import figures
-from draftgraph.cli.errors import complain
-from draftgraph.cli.generate import show_figures
+from draftgraph.cli.generate import figures_table, show_figures, summary
 from draftgraph.cli.options import Settings
-from draftgraph.cli.terminal import busy, decoded, load_pair, stderr_console, write, write_json
+from draftgraph.cli.terminal import busy, complain, decoded, load_pair, stderr_console, write, write_json
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.text import TextStream, encode
 
 if TYPE_CHECKING:
-    from draftgraph.decoding import Decoding
+    from draftgraph.decoder import Decoding
     from draftgraph.pair import Pair
     from draftgraph.stats import Stats
 
@@ -31,7 +27,6 @@ HELP = """\
 /stats  figures of all answers
 /exit   leave, as does Ctrl-D
 Ctrl-C  stop an answer"""
-Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="The same as --target", show_default=False)]
 
 
 class ContextFullError(DraftGraphError):
@@ -91,7 +86,7 @@ class Conversation:
         return min(wanted, window - length)
 
 
-def chat(settings: Settings, model: Target = None) -> None:
+def chat(settings: Settings, model: str | None = None) -> None:
     """Talk with a model; its cache is kept between turns. From a pipe, every line is a turn."""
     config, sampling = settings.graph_config(), settings.sampling_arguments()
     pair = load_pair(replace(settings, target=model or settings.target))
@@ -121,7 +116,7 @@ def obey(line: str, conversation: Conversation) -> None:
     elif line == "/help":
         stderr_console().print(HELP)
     elif line == "/stats" and conversation.stats is not None:
-        stderr_console().print(figures.table(conversation.stats))
+        stderr_console().print(figures_table(conversation.stats))
     elif line == "/stats":
         complain("nothing was answered yet")
     else:
@@ -139,7 +134,7 @@ def answer(conversation: Conversation, line: str, settings: Settings, at_termina
                 for tokens in decoding:
                     if not settings.json:
                         write(text.push(tokens))
-                    show(figures.summary(decoding.stats))
+                    show(summary(decoding.stats))
                     if is_over():
                         break
         except KeyboardInterrupt:

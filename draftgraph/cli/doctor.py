@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
-from rich import box
-from rich.table import Table
+from rich.filesize import decimal
 
 from draftgraph import __version__
-from draftgraph.cli.errors import FAILED, described
 from draftgraph.cli.options import Settings
-from draftgraph.cli.selftest import every_mode_equals_off, model_check
-from draftgraph.cli.terminal import busy, console, write_json
+from draftgraph.cli.terminal import FAILED, busy, console, described, plain_table, unwritable_part, write_json
+from draftgraph.config import GraphConfig, Mode
 from draftgraph.errors import DraftGraphError
 
-DOCTOR_OPTIONS = ("target", "draft", "device", "dtype", "json", "config", "debug")
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf", "triton")
 HUB_VARIABLES = ("HF_HUB_OFFLINE", "DRAFTGRAPH_OFFLINE", "HF_ENDPOINT", "HF_HOME")
+VOCABULARY = 24
+SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_SPECIAL_TOKENS: dict[str, Any] = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
 
 
 @dataclass
@@ -96,22 +97,22 @@ def devices() -> dict[str, str]:
     found = {"cpu": f"{torch.get_num_threads()} threads of {os.cpu_count()} cores"}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
-        found[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, {size(free)} of {size(total)} free"
+        found[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, {decimal(free)} of {decimal(total)} free"
     if torch.backends.mps.is_available():
         found["mps"] = "available"
     return found
 
 
 def cached_files() -> dict[str, str]:
-    from draftgraph.models.cache import cache_dir
-    from draftgraph.models.convert import fault_of, folder_for
-    from draftgraph.models.default import GGUF, SHA256, WHEEL, installed_gguf, kept_gguf
+    from draftgraph.files import cache_dir
+    from draftgraph.models.fetch import GGUF, SHA256, WHEEL, installed_gguf, kept_gguf
+    from draftgraph.models.gguf_file import fault_of, folder_for
 
     root = cache_dir()
     found = {"folder": str(root)}
     for part in sorted(root.iterdir()) if root.is_dir() else []:
         if part.is_dir():
-            found[part.name] = size(sum(file.stat().st_size for file in part.rglob("*") if file.is_file()))
+            found[part.name] = decimal(sum(file.stat().st_size for file in part.rglob("*") if file.is_file()))
     gguf = installed_gguf() or kept_gguf()
     converted = folder_for(Path(GGUF).stem, SHA256)
     if converted.is_dir():
@@ -125,12 +126,10 @@ def cached_files() -> dict[str, str]:
 
 
 def writable_cache() -> str:
-    from draftgraph.models.cache import cache_dir
+    from draftgraph.files import cache_dir
 
-    folder = cache_dir()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise DraftGraphError(f"{existing} cannot be written: set DRAFTGRAPH_CACHE to another folder")
+    if (part := unwritable_part(cache_dir())) is not None:
+        raise DraftGraphError(f"{part} cannot be written: set DRAFTGRAPH_CACHE to another folder")
     return "can be written"
 
 
@@ -142,24 +141,58 @@ def hub_settings() -> dict[str, str]:
 
 def show_diagnosis(diagnosis: Diagnosis) -> None:
     terminal = console()
-    sections: dict[str, dict[str, Any]] = {
-        "Versions": diagnosis.versions,
-        "Devices": diagnosis.devices,
-        "Cache": diagnosis.cache,
-        "Hub": diagnosis.hub,
-        "Checks": {check.name: ("ok: " if check.ok else "WRONG: ") + check.detail for check in diagnosis.checks},
-    }
-    for title, rows in sections.items():
-        table = Table(title, "", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    checks = {check.name: ("ok: " if check.ok else "WRONG: ") + check.detail for check in diagnosis.checks}
+    for title, rows in (vars(diagnosis) | {"checks": checks}).items():
+        table = plain_table(title.capitalize(), "")
         for name, value in rows.items():
             table.add_row(name, "not installed" if value is None else str(value))
         terminal.print(table, "")
     terminal.print("All is well." if diagnosis.ok else "Something is wrong, see WRONG above.")
 
 
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+def every_mode_equals_off() -> str:
+    """A tiny random model and a draft that often agrees with it, greedy and sampled."""
+    from draftgraph.decoder import GraphDecoder
+
+    target, draft, prompt = tiny_pair()
+    decoder = GraphDecoder(target, draft)
+    samplings: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 0}]
+    for sampling in samplings:
+
+        def tokens(mode: Mode, sampling: dict[str, Any] = sampling) -> list[list[int]]:
+            return decoder.generate(prompt, config=GraphConfig(mode=mode), max_new_tokens=32, **sampling).new_token_ids
+
+        plain = tokens("off")
+        for mode in get_args(Mode):
+            if tokens(mode) != plain:
+                raise DraftGraphError(f"mode {mode} gives other tokens than off ({sampling}): please report this")
+    return f"{', '.join(get_args(Mode))}: the same tokens, greedy and sampled"
+
+
+def tiny_pair() -> tuple[Any, Any, Any]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        target = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SHAPE, **NO_SPECIAL_TOKENS)).eval()
+        for weight in target.parameters():
+            weight.mul_(5.0 if weight.dim() > 1 else 1.0)  # some tokens likely, some not
+        draft = copy.deepcopy(target)
+        for weight in draft.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+        return target, draft, torch.randint(0, VOCABULARY, (1, 8))
+
+
+def model_check(settings: Settings) -> str:
+    """The check that a model passes before it is trusted with a graph."""
+    from draftgraph.engine.selfcheck import engine_for
+    from draftgraph.pair import load
+
+    pair = load(**settings.model_arguments())
+    said = []
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        if model is not None:
+            able = "token trees" if engine_for(model).branching else "chains only"
+            said.append(f"{role} {type(model).__name__}, {model.dtype} on {model.device}: {able}")
+    return "; ".join(said).replace("torch.", "")

@@ -1,110 +1,129 @@
-"""The options that commands share, defined once, and what they mean to the library."""
+"""The options of commands: those that all share, the file and the environment that give them, and their ranges.
+
+Their texts stand in options.toml.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from functools import wraps
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from draftgraph.cli.configfile import read_config_file
-from draftgraph.cli.errors import complain
+from draftgraph.cli.terminal import complain, one_line_errors
 from draftgraph.config import CHOICES, PRICES, RANGES, GraphConfig
 from draftgraph.errors import UsageError
 from draftgraph.profile import read_profile
 
-SAMPLING: dict[str, tuple[float, float | None]] = {
-    "max_new_tokens": (1, None),
-    "temperature": (0, None),
-    "top_k": (0, None),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, None),
-    "seed": (0, None),
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+ALLOWED: dict[str, Iterable[str]] = {**CHOICES, "cost": PRICES}
+MODELS = ("target", "draft", "device", "dtype")  # common options that most commands take
+REPORTS = ("json", "config", "debug")
+TEXTS: dict[str, dict[str, Any]] = {  # of options, by command
+    command: {name: text | {"rich_help_panel": panel} for panel in panels for name, text in panels[panel].items()}
+    for command, panels in tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8")).items()
 }
-DTYPES = ["float32", "bfloat16", "float16", "float64", "auto"]
-
-
-def option(panel: str, help: str, metavar: str | None = None, choices: list[str] | None = None, **more: Any) -> Any:
-    if choices:
-        more |= {"autocompletion": lambda: choices}
-    return typer.Option(help=help, rich_help_panel=panel, metavar=metavar, show_envvar=False, **more)
-
-
-def model(help: str, metavar: str, choices: list[str] | None = None) -> Any:
-    return option("Model", help, metavar, choices)
-
-
-def graph(name: str, help: str) -> Any:
-    if name in CHOICES:
-        return option("Graph", help, "|".join(CHOICES[name]), list(CHOICES[name]))
-    return option("Graph", help, shown_range(*RANGES[name]))
-
-
-def sampling(name: str, help: str) -> Any:
-    return option("Sampling", help, shown_range(*SAMPLING[name]))
-
-
-def output(help: str, **more: Any) -> Any:
-    return option("Input and output", help, **more)
+KNOWN = {name for texts in TEXTS.values() for name in texts if texts[name]["rich_help_panel"] != "Arguments"}
 
 
 def shown_range(low: float, high: float | None = None) -> str:
     return f"N>={low:g}" if high is None else f"{low:g}..{high:g}"
 
 
+def refuse_outside(name: str, value: float, low: float, high: float | None = None) -> None:
+    if not (low <= value < math.inf and (high is None or value <= high)):
+        allowed = f"a number of at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        raise UsageError(f"{name} must be {allowed}, not {value}")
+
+
+def read_config_file(context: typer.Context, path: str | None) -> str | None:
+    """Callback of `--config`: the file's values become the command's defaults."""
+    if path is None or context.resilient_parsing:
+        return path
+    try:
+        content = Path(path).expanduser().read_bytes().decode("utf-8")
+        values = tomllib.loads(content)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise typer.BadParameter(f"{path} is not UTF-8 text: line {line} has other bytes") from error
+    except tomllib.TOMLDecodeError as error:
+        raise typer.BadParameter(f"{path} is not TOML: {error}") from error
+    context.default_map = {
+        name: as_typed(path, key, value) for key, value in values.items() if (name := checked(path, key))
+    }
+    return path
+
+
+def checked(path: str, key: str) -> str:
+    """The name of an option, of any command: one file may serve several."""
+    name = key.replace("-", "_")
+    if name in KNOWN and name != "config":
+        return name
+    near = difflib.get_close_matches(name, KNOWN - {"config"}, n=1, cutoff=0.5)
+    hint = f": did you mean {near[0].replace('_', '-')}?" if near else ""
+    raise typer.BadParameter(f"{path} sets {key!r}, which is no option{hint}")
+
+
+def as_typed(path: str, key: str, value: Any) -> str | list[str]:
+    if isinstance(value, dict):
+        raise typer.BadParameter(f"{path} has a table [{key}]: give a single value")
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return str(value)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Every common option; what is left out takes the mode's, the model's or the loader's own default."""
+    """Every common option, as options.toml describes it; what is left out takes the mode's or the model's default."""
 
-    target: Annotated[str | None, model("Hub name, folder or GGUF file; left out: the default model", "MODEL")] = None
-    draft: Annotated[
-        str | None,
-        model("Draft model; self: the target, none: no draft; left out: the default's", "MODEL", ["self", "none"]),
-    ] = None
-    device: Annotated[str | None, model("Where to compute", "cpu|cuda|cuda:N", ["cpu", "cuda"])] = None
-    dtype: Annotated[str | None, model("Number format of weights", "|".join(DTYPES), DTYPES)] = None
+    target: str | None = None
+    draft: str | None = None
+    device: str | None = None
+    dtype: str | None = None
 
-    mode: Annotated[str | None, graph("mode", "How to draft, auto if left out; off: decode plainly")] = None
-    k: Annotated[int | None, graph("k", "Children per node")] = None
-    tau: Annotated[int | None, graph("tau", "Tokens of a repeated n-gram that make a merge")] = None
-    theta_prob: Annotated[float | None, graph("theta_prob", "Under it a node stays a leaf")] = None
-    theta_sib: Annotated[float | None, graph("theta_sib", "Children under this share of the best are dropped")] = None
-    max_nodes: Annotated[int | None, graph("max_nodes", "Nodes checked in one pass, the root counted")] = None
-    max_depth: Annotated[int | None, graph("max_depth", "Levels of a graph")] = None
-    chain_length: Annotated[int | None, graph("chain_length", "Drafted tokens in mode chain")] = None
-    growth: Annotated[str | None, graph("growth", "Order in which a graph grows")] = None
-    cost: Annotated[
-        str | None, option("Graph", "What mode auto takes passes to cost", "|".join(PRICES), list(PRICES))
-    ] = None
-    profile: Annotated[
-        str | None, option("Graph", "A setting that tune --search found; other options win over it", "FILE")
-    ] = None
+    mode: str | None = None
+    k: int | None = None
+    tau: int | None = None
+    theta_prob: float | None = None
+    theta_sib: float | None = None
+    max_nodes: int | None = None
+    max_depth: int | None = None
+    chain_length: int | None = None
+    growth: str | None = None
+    cost: str | None = None
+    profile: str | None = None
 
-    max_new_tokens: Annotated[int | None, sampling("max_new_tokens", "Tokens to generate at most, 256")] = None
-    temperature: Annotated[float | None, sampling("temperature", "Sample; left out or 0: greedy")] = None
-    top_k: Annotated[int | None, sampling("top_k", "Sample from the best tokens, this many; 0: from all")] = None
-    top_p: Annotated[float | None, sampling("top_p", "Sample from the best tokens with this mass")] = None
-    min_p: Annotated[float | None, sampling("min_p", "Drop tokens under this share of the best")] = None
-    repetition_penalty: Annotated[float | None, sampling("repetition_penalty", "Over 1: repeat less")] = None
-    stop: Annotated[list[str] | None, option("Sampling", "Stop after this text; may be given again", "TEXT")] = None
-    seed: Annotated[int | None, sampling("seed", "The same seed gives the same sampled text")] = None
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
 
-    raw: Annotated[bool, output("Take the prompt as it is, without the chat template")] = False
-    stats: Annotated[bool, output("Show where tokens and time came from")] = False
-    json: Annotated[bool, output("Print one JSON object")] = False
-    config: Annotated[
-        str | None, output("TOML file of options", metavar="FILE", is_eager=True, callback=read_config_file)
-    ] = None
-    debug: Annotated[bool, output("Show tracebacks and the warnings of libraries")] = False
+    raw: bool = False
+    stats: bool = False
+    json: bool = False
+    config: str | None = None
+    debug: bool = False
 
     def given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of `draftgraph.load`."""
-        return self.given("target", "draft", "device", "dtype")
+        return self.given(*MODELS)
 
     def graph_config(self, **changes: Any) -> GraphConfig:
         return GraphConfig(**self.profile_setting() | self.given("mode", "growth", "cost", *RANGES) | changes)
@@ -116,20 +135,77 @@ class Settings:
 
     def sampling_arguments(self) -> dict[str, Any]:
         """Arguments of `Pair.start` and `Pair.generate`, the graph's configuration apart."""
-        given = self.given(*SAMPLING)
-        for name, value in given.items():
-            refuse_outside(name, value, *SAMPLING[name])
         if self.stop and not all(self.stop):
             raise UsageError("--stop must be some text, not ''")
         if (unused := self.given("top_k", "top_p", "min_p")) and not self.temperature:
             complain(f"{', '.join(unused)} changes nothing without a temperature: decoding is greedy")
-        return given | {"raw": self.raw} | ({"stop_strings": self.stop} if self.stop else {})
+        return self.given(*SAMPLING) | {"raw": self.raw} | ({"stop_strings": self.stop} if self.stop else {})
 
 
 FIELDS = tuple(field.name for field in fields(Settings))
 
 
-def refuse_outside(name: str, value: float, low: float, high: float | None = None) -> None:
-    if not (low <= value < math.inf and (high is None or value <= high)):
-        allowed = f"a number of at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-        raise UsageError(f"{name} must be {allowed}, not {value}")
+def register(
+    app: typer.Typer,
+    function: Callable[..., None],
+    only: tuple[str, ...] = FIELDS,
+    defaults: Settings | None = None,
+    also: type | None = None,
+    choices: dict[str, Iterable[str]] | None = None,
+    **shown: Any,
+) -> None:
+    """Makes a function a command, with errors in one line.
+
+    Its parameter `settings` stands for the common options, all or `only` some of them. Every option is also read from
+    the environment, as DRAFTGRAPH_<NAME>. Fields of the dataclass `also` that options.toml describes for this command
+    become options as well. `shown` are the values that its texts name in braces.
+    """
+    texts, kind = TEXTS.get(function.__name__, {}), inspect.Parameter.KEYWORD_ONLY
+    own = {one.name: one for one in inspect.signature(function, eval_str=True).parameters.values()}
+    del own["settings"]
+    if also is not None:
+        del own["more"]
+        own = parameters_of(also(), [name for name in texts if hasattr(also, name)]) | own
+        own = {name: own[name] for name in [*(own.keys() - texts.keys()), *texts]}
+    parameters, ranges = [], {}
+    for parameter in (own | parameters_of(defaults or Settings(), only)).values():
+        text = texts.get(parameter.name) or TEXTS["common"][parameter.name]
+        info, ranges[parameter.name] = declared(parameter.name, text, ALLOWED | (choices or {}), shown)
+        parameters.append(parameter.replace(kind=kind, annotation=Annotated[parameter.annotation, info]))
+
+    @wraps(function)
+    def run(**values: Any) -> None:
+        with one_line_errors(values["debug"]):
+            for name, bounds in ranges.items():
+                if bounds and values[name] is not None:
+                    refuse_outside(name, values[name], *bounds)
+            settings = Settings(**{name: values.pop(name) for name in only})
+            function(settings=settings, **values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(function.__name__)(run)
+
+
+def parameters_of(instance: Any, names: Iterable[str]) -> dict[str, inspect.Parameter]:
+    """Fields of a dataclass as parameters of a function."""
+    hints, kind = get_type_hints(type(instance)), inspect.Parameter.KEYWORD_ONLY
+    return {
+        name: inspect.Parameter(name, kind, default=getattr(instance, name), annotation=hints[name]) for name in names
+    }
+
+
+def declared(name: str, text: Mapping[str, Any], choices: Mapping[str, Iterable[str]], shown: Any) -> tuple[Any, Any]:
+    """A parameter as Typer declares it, and its range: Typer would let inf and nan pass."""
+    given: dict[str, Any] = {key: one.format_map(shown) if isinstance(one, str) else one for key, one in text.items()}
+    if given["rich_help_panel"] == "Arguments":
+        return typer.Argument(**given), None
+    values: dict[str, Any] = {"envvar": f"DRAFTGRAPH_{name.upper()}", "show_envvar": False}
+    bounds = (given.pop("least"), given.pop("most", None)) if "least" in given else None
+    if allowed := list(given.pop("choices", choices.get(name, ()))):
+        values |= {"metavar": "|".join(allowed), "autocompletion": lambda: allowed}
+    elif limits := bounds or RANGES.get(name):  # what is outside of the latter GraphConfig refuses
+        values["metavar"] = shown_range(*limits)
+    if name == "config":
+        values["callback"] = read_config_file
+    flags = [given.pop("flag")] if "flag" in given else []
+    return typer.Option(*flags, **values | given), bounds

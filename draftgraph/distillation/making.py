@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftgraph.distillation.answers import AnswerStore, mark_of_weights, questions_of
-from draftgraph.distillation.checkpoint import ANSWERS, RECIPE, TARGET, Checkpoint
-from draftgraph.distillation.export import finished, save_plain, write_card
-from draftgraph.distillation.progress import Reporter, amount, clock
+import torch
+import transformers
+
+from draftgraph import __version__
+from draftgraph.distillation.answers import (
+    AnswerStore,
+    Text,
+    digest_of,
+    frequent_tokens,
+    mark_of_weights,
+    questions_of,
+    split_held_out,
+)
+from draftgraph.distillation.progress import Distilled, Reporter, Scores, amount, clock
+from draftgraph.distillation.prompts import Prompt, WrittenPrompts, own_prompts, read_prompts, shuffled_unique
 from draftgraph.distillation.recipe import Recipe
 from draftgraph.distillation.sampler import Sampler
-from draftgraph.distillation.score import Scores, score
-from draftgraph.distillation.sources import gather_prompts
-from draftgraph.distillation.texts import Text, digest_of, frequent_tokens, parted
-from draftgraph.distillation.train import Training
-from draftgraph.errors import UsageError
+from draftgraph.distillation.training import ANSWERS, RECIPE, TARGET, Checkpoint, Training, score
+from draftgraph.errors import UsageError, one_line
+from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.generation import context_window, stop_ids_of
-from draftgraph.models.draft_folder import load_draft, save_draft
-from draftgraph.models.student import cut_student, layer_stack, lend_output_rows, picked_layers
+from draftgraph.models.draft import (
+    cut_student,
+    layer_stack,
+    lend_output_rows,
+    load_draft,
+    name_of,
+    own_weights,
+    picked_layers,
+    save_draft,
+    save_plain,
+)
 
-
-@dataclass(frozen=True)
-class Distilled:
-    """A finished draft: where it is, and how good on answers that it did not learn from."""
-
-    folder: Path
-    scores: Scores  # as it was stored
-    before: Scores  # of the student before training
-    steps: int
-    seconds: float  # of training
-    weights: int  # that it does not borrow from its target
-
-    @classmethod
-    def of(cls, folder: Path, figures: dict[str, Any]) -> Distilled:
-        scores, before = (Scores(**figures[name]) for name in ("scores", "before"))
-        return cls(folder, scores, before, figures["steps"], figures["seconds"], figures["weights"])
-
-    def __str__(self) -> str:
-        return (
-            f"{self.folder}: {amount(self.weights)} weights of its own, agreement {self.scores.agreement:.3f} "
-            f"(before training {self.before.agreement:.3f}), chain of 8: {self.scores.tokens_per_pass:.2f} tokens per "
-            f"pass; trained for {clock(self.seconds)}"
-        )
+FIGURES = "training.json"
 
 
 def make_draft(
@@ -54,7 +53,6 @@ def make_draft(
     folder: Path,
     kept_answers: Path,
     report: Reporter,
-    *,
     batch_size: int | None,
     bits: int,
     export: str | None,
@@ -66,12 +64,12 @@ def make_draft(
     made_of = {TARGET: store.target_mark, RECIPE: recipe.fingerprint()}
     checkpoint = Checkpoint(folder / "checkpoint.safetensors", made_of, recipe.shown())
     checkpoint.check()
-    finished(folder, checkpoint, bits)
+    finished_figures(folder, checkpoint, bits)
 
     texts = target_answers(recipe, model, tokenizer, store, report, batch_size)
-    learnt, held_out = parted(texts)
+    learnt, held_out = split_held_out(texts)
     checkpoint = replace(checkpoint, made_of=made_of | {ANSWERS: digest_of(learnt)})
-    figures = finished(folder, checkpoint, bits)
+    figures = finished_figures(folder, checkpoint, bits)
     if figures is None:
         rows, stop_ids = len(model.get_output_embeddings().weight), stop_ids_of(model)
         lend_output_rows(student, model, frequent_tokens(texts, recipe.vocab_size, rows, stop_ids))
@@ -89,13 +87,14 @@ def make_draft(
         report.say("this draft is finished: nothing to do")
     if export == "hf":
         save_plain(load_draft(folder, model), model, tokenizer, folder / "hf")
-    done = Distilled.of(folder, figures)
+    scores, before = (Scores(**figures[name]) for name in ("scores", "before"))
+    done = Distilled(folder, scores, before, figures["steps"], figures["seconds"], figures["weights"])
     report.say(str(done))
     return done
 
 
 def within_window(recipe: Recipe, model: Any, report: Reporter) -> Recipe:
-    """Texts no longer than the positions that the target knows."""
+    """The recipe with texts no longer than the target's context window."""
     window = context_window(model)
     if window is None or recipe.max_length <= window:
         return recipe
@@ -119,11 +118,87 @@ def target_answers(
     report.begin("the target answers")
     began = time.monotonic()
 
-    def progress(done: int, total: int, speed: float | None) -> None:
-        report.answers(done, total, speed, (time.monotonic() - began) * (total / done - 1))
+    def progress(done: int, total: int, tokens_per_second: float | None) -> None:
+        speed = "" if tokens_per_second is None else f" · {tokens_per_second:,.0f} tokens/s"
+        left = (time.monotonic() - began) * (total / done - 1)
+        report.live(f"answers: {done:,} of {total:,}{speed} · {clock(left)} left")
 
     texts = store.answer(sampler, questions, recipe.max_new_tokens, recipe.seed, progress)
     if not any(len(text.answer) > 1 for text in texts):
         raise UsageError("the target answers nothing to these prompts: check its chat template and stop tokens")
     report.say(f"{len(texts):,} answers, {amount(sum(len(text.answer) for text in texts))} tokens")
     return texts
+
+
+def gather_prompts(
+    recipe: Recipe, model: Any, tokenizer: Any, store: AnswerStore, report: Reporter, batch_size: int | None = None
+) -> list[Prompt]:
+    """Prompts of every source, no two alike, in an order drawn by the seed."""
+    prompts: list[Prompt] = []
+    for source in recipe.prompts:
+        report.begin(f"reading prompts: {source}")
+        found = read_prompts(source, tokenizer, recipe.max_prompts, recipe.seed)
+        report.say(f"{len(found):,} prompts from {source}")
+        prompts += found
+    written = WrittenPrompts(recipe.prompts_to_write)
+    if written.wanted:
+        written = own_prompts(written.wanted, recipe.seed, model, tokenizer, store, report, batch_size)
+        report.say(str(written))
+        prompts += written.prompts
+    different = shuffled_unique(prompts, recipe.seed)
+    if len(different) < 2 and len(written.prompts) < written.wanted:
+        raise UsageError(f"the target writes too few prompts itself ({written.why_not_more}): give --prompts FILE")
+    if len(different) < 2:
+        raise UsageError("a draft needs two prompts or more to learn from: give --prompts FILE, or more --own-prompts")
+    return different
+
+
+def finished_figures(folder: Path, checkpoint: Checkpoint, bits: int) -> dict[str, Any] | None:
+    """The figures of a draft that was finished here; refused if it was made of something else."""
+    file = folder / FIGURES
+    if not file.exists():
+        return None
+    try:
+        figures: dict[str, Any] = json.loads(file.read_text())
+        kept, recipe, stored_bits = dict(figures["made_of"]), dict(figures["recipe"]), figures["bits"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{file} cannot be read ({one_line(error)}): remove it, or choose another --out") from error
+    checkpoint.refuse_other(kept, recipe, file)
+    if stored_bits != bits:
+        raise UsageError(f"{folder} holds this draft in {stored_bits} bits: choose another --out for {bits}")
+    return figures
+
+
+def write_card(
+    folder: Path, training: Training, texts: list[Text], before: Scores, scores: Scores, bits: int
+) -> dict[str, Any]:
+    """README.md for people, training.json for programs; returns what is in that."""
+    recipe, kinds = training.recipe.shown(), Counter(text.kind for text in texts)
+    figures: dict[str, Any] = {
+        "recipe": recipe,
+        "made_of": training.checkpoint.made_of,
+        "target": name_of(training.target),
+        "answers": dict(kinds),
+        "answer_tokens": sum(len(text.answer) for text in texts),
+        "steps": training.step,
+        "seconds": round(training.seconds, 1),
+        "before": before.to_dict(),
+        "scores": scores.to_dict(),
+        "bits": bits,
+        "weights": sum(weight.numel() for weight in own_weights(training.student).values()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "versions": {"draftgraph": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "curve": training.curve,
+    }
+    shown = figures | {
+        "clock": clock(training.seconds),
+        "kinds": "\n".join(f"| {kind} | {count:,} |" for kind, count in kinds.most_common()),
+        "settings": "\n".join(f"| {name} | {value} |" for name, value in recipe.items()),
+    }
+    card = Path(__file__).with_name("card.md").read_text(encoding="utf-8").format_map(shown)
+    with writing("the model card", folder, ANOTHER_OUT):
+        with replacing(folder / "README.md") as file:
+            file.write_text(card)
+        with replacing(folder / FIGURES) as file:
+            file.write_text(json.dumps(figures, indent=1) + "\n")
+    return figures

@@ -1,25 +1,37 @@
-"""What a long run shows: one live line at a terminal, a line now and then elsewhere."""
+"""What a run reports: scores, the state of a training, the finished draft, a live line, out of memory."""
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 
-if TYPE_CHECKING:
-    from draftgraph.distillation.score import Scores
+from draftgraph.errors import DraftGraphError
 
 QUIET_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a training stands."""
+class Scores:
+    """Of the target's greedy answers to prompts that were not learnt from, over the full vocabulary."""
+
+    agreement: float  # share of tokens that are the student's best
+    tokens_per_pass: float  # of a chain of eight, the target's own token included
+    texts: int
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """How far a training is, and how good."""
 
     step: int
     done: float  # share of the training
@@ -28,34 +40,51 @@ class Moment:
     agreement: float  # with the target's best token, on what is being learnt
     scores: Scores | None  # on texts that are not learnt from
 
-    @property
-    def seconds_left(self) -> float:
-        return self.seconds * (1 - self.done) / self.done if self.done else 0.0
+    def __str__(self) -> str:
+        parts = [f"step {self.step:,}", f"{self.done:.0%}", f"loss {self.loss:.3f}", f"agreement {self.agreement:.3f}"]
+        if self.scores is not None:
+            parts.append(f"held out {self.scores.agreement:.3f}, {self.scores.tokens_per_pass:.2f} tokens per pass")
+        seconds_left = self.seconds * (1 - self.done) / self.done if self.done else 0.0
+        return " · ".join([*parts, f"{clock(seconds_left)} left"])
 
 
-class Reporter(AbstractContextManager["Reporter"]):
+@dataclass(frozen=True)
+class Distilled:
+    """A finished draft: where it is, and how good on answers that it did not learn from."""
+
+    folder: Path
+    scores: Scores  # as it was stored
+    before: Scores  # of the student before training
+    steps: int
+    seconds: float  # of training
+    weights: int  # that it does not borrow from its target
+
+    def __str__(self) -> str:
+        return (
+            f"{self.folder}: {amount(self.weights)} weights of its own, agreement {self.scores.agreement:.3f} "
+            f"(before training {self.before.agreement:.3f}), chain of 8: {self.scores.tokens_per_pass:.2f} tokens per "
+            f"pass; trained for {clock(self.seconds)}"
+        )
+
+
+class Reporter:
+    """One live line at a terminal, a line now and then elsewhere."""
+
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._status: Status | None = Status("", console=self.console) if self.console.is_terminal else None
         self._last = time.monotonic()
 
-    def __enter__(self) -> Reporter:
-        if self._status:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status:
-            self._status.stop()
+    def live_line(self) -> AbstractContextManager[Any]:
+        """While entered, the live line is shown where there is a terminal."""
+        return self._status or nullcontext()
 
     def say(self, line: str) -> None:
         """A line that stays."""
         self.console.print(line, soft_wrap=True)
 
     def begin(self, line: str) -> None:
-        """What may take long is named at once, everywhere."""
+        """Names what begins now and may take long, at a terminal or not."""
         if self._status:
             self._status.update(line)
         else:
@@ -63,25 +92,12 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.say(line)
 
     def live(self, line: str) -> None:
-        """A line that the next one replaces, where that is possible."""
+        """A line that the next one replaces at a terminal; elsewhere only one every few seconds."""
         if self._status or time.monotonic() - self._last > QUIET_SECONDS:
             self.begin(line)
 
-    def answers(self, done: int, total: int, tokens_per_second: float | None, left: float) -> None:
-        speed = "" if tokens_per_second is None else f" · {tokens_per_second:,.0f} tokens/s"
-        self.live(f"answers: {done:,} of {total:,}{speed} · {clock(left)} left")
-
-    def training(self, moment: Moment) -> None:
-        parts = [
-            f"step {moment.step:,}",
-            f"{moment.done:.0%}",
-            f"loss {moment.loss:.3f}",
-            f"agreement {moment.agreement:.3f}",
-        ]
-        if moment.scores is not None:
-            parts.append(f"held out {moment.scores.agreement:.3f}, {moment.scores.tokens_per_pass:.2f} tokens per pass")
-        parts.append(f"{clock(moment.seconds_left)} left")
-        self.live("training: " + " · ".join(parts))
+    def training(self, state: TrainingState) -> None:
+        self.live(f"training: {state}")
 
 
 def amount(number: int) -> str:
@@ -100,3 +116,16 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+@contextmanager
+def out_of_memory_means(line: str) -> Iterator[None]:
+    """Running out of memory inside becomes an error with this line, which says what to try."""
+    from torch import OutOfMemoryError
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemoryError | MemoryError) or "not enough memory" in str(error):
+            raise DraftGraphError(f"out of memory with {line}") from error
+        raise

@@ -1,4 +1,4 @@
-"""Everything that decides what a student becomes: kept with it, so that it can be made again."""
+"""The recipe of a draft's training."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "prompt_share": (0, 1),
     "seed": (0, 1 << 31),
 }
+LOSSES = ("kl", "reverse", "tv", "top")
 OWN_PROMPTS = 20000
 STEPS = 4000
 OF_TEXTS = ("prompts", "own_prompts", "max_prompts", "temperatures", "max_new_tokens", "max_length")
@@ -61,28 +62,32 @@ class Recipe:
 
     def __post_init__(self) -> None:
         prompts = [self.prompts] if isinstance(self.prompts, str | os.PathLike) else self.prompts
-        heats = [self.temperatures] if isinstance(self.temperatures, int | float) else self.temperatures
+        temperatures = [self.temperatures] if isinstance(self.temperatures, int | float) else self.temperatures
         object.__setattr__(self, "prompts", tuple(map(str, prompts)))
-        object.__setattr__(self, "temperatures", tuple(heats))
-        for field in fields(self):
-            if field.name in RANGES:
-                refuse_outside(field.name, str(field.type), getattr(self, field.name))
+        object.__setattr__(self, "temperatures", tuple(temperatures))
+        for setting in fields(self):
+            value, kind = getattr(self, setting.name), str(setting.type)
+            if setting.name not in RANGES or (value is None and kind.endswith("None")):
+                continue
+            (low, high), whole = RANGES[setting.name], kind.startswith("int")
+            if not isinstance(value, int if whole else int | float) or not low <= value <= high:
+                what = "a whole number" if whole else "a number"
+                raise UsageError(f"{setting.name} must be {what} between {low:g} and {high:g}, not {value!r}")
         if self.steps is not None and self.minutes is not None:
             raise UsageError("steps and minutes exclude each other: give one of them")
         if self.max_new_tokens >= self.max_length:
             raise UsageError(f"max_length must be over max_new_tokens ({self.max_new_tokens}), not {self.max_length}")
         if self.optimizer not in ("adamw", "muon"):
             raise UsageError(f"optimizer must be adamw or muon, not {self.optimizer!r}")
-        if not self.temperatures or not all(0 <= heat < math.inf for heat in self.temperatures):
+        if not self.temperatures or not all(0 <= one < math.inf for one in self.temperatures):
             raise UsageError(f"temperatures must be one or more numbers of at least 0, not {self.temperatures}")
         loss_terms(self.loss)
 
     @property
     def prompts_to_write(self) -> int:
-        """How many the target itself is asked for."""
-        if self.own_prompts is None:
-            return 0 if self.prompts else OWN_PROMPTS
-        return self.own_prompts
+        """How many prompts the target writes itself."""
+        usual = 0 if self.prompts else OWN_PROMPTS
+        return usual if self.own_prompts is None else self.own_prompts
 
     @property
     def steps_to_take(self) -> int | None:
@@ -90,35 +95,23 @@ class Recipe:
         return self.steps or (STEPS if self.minutes is None else None)
 
     def done(self, step: int, seconds: float) -> float:
-        """The share of the training that lies behind it."""
+        """The share of the training that is done."""
         return step / (self.steps or STEPS) if self.minutes is None else seconds / (60 * self.minutes)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def shown(self) -> dict[str, Any]:
-        """For others to read: what was left out as it was understood, and of a file of prompts its name alone."""
+        """For people: defaults filled in, and of a file of prompts only its name."""
         prompts = [path.name if (path := Path(source).expanduser()).exists() else source for source in self.prompts]
         understood = {"own_prompts": self.prompts_to_write, "steps": self.steps_to_take}
         return self.to_dict() | understood | {"prompts": prompts, "temperatures": list(self.temperatures)}
 
     def fingerprint(self) -> str:
-        """Of what training depends on beside its texts."""
+        """A digest of every setting that training depends on beside its texts."""
         given = {name: value for name, value in self.to_dict().items() if name not in OF_TEXTS}
         given |= {"loss": loss_terms(self.loss), "steps": self.steps_to_take}
         return digest(json.dumps(given, sort_keys=True))
-
-
-def refuse_outside(name: str, kind: str, value: Any) -> None:
-    if value is None and kind.endswith("None"):
-        return
-    (low, high), whole = RANGES[name], kind.startswith("int")
-    if not isinstance(value, int if whole else int | float) or not low <= value <= high:
-        what = "a whole number" if whole else "a number"
-        raise UsageError(f"{name} must be {what} between {low:g} and {high:g}, not {value!r}")
-
-
-LOSSES = ("kl", "reverse", "tv", "top")
 
 
 def loss_terms(text: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Preallocated keys and values: the committed text first, then the scratch slots of the pass being checked."""
+"""Preallocated keys and values, as `transformers` models write them: of one sequence in a row, or of many in pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftgraph.kernels import fused
+
 GROWTH = 256  # slots added when a layer is full, so that a long text is copied rarely
+Shape = tuple[int, int, torch.dtype, torch.device]  # heads, size of one, where and how they are kept
 
 
 class SlotLayer(CacheLayerMixin):
@@ -122,3 +125,73 @@ class SlotCache(Cache):
         index = start + torch.tensor(slots)
         for layer in self.slot_layers:
             layer.gather(start, index)
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's part of a paged cache. A layer that the model skips has none."""
+
+    is_sliding = False
+
+    def __init__(self, owner: PagedCache, keys: Tensor | None, values: Tensor | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner, self.keys, self.values = owner, keys, values
+        self.is_initialized = keys is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        fused.write_slots(self.keys, self.values, self.owner.slots, key_states, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.capacity, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+
+class PagedCache(Cache):
+    """Keys and values of many sequences: slots of all layers in a few blocks that never move, so that a captured pass
+    writes where its data says. A pass sets `slots` before it."""
+
+    def __init__(self, like: SlotCache, capacity: int) -> None:
+        self.capacity = capacity
+        self.slots: Tensor = torch.empty(0, dtype=torch.long)
+        self.blocks: dict[Shape, Tensor] = {}
+        written = [(layer.slots if layer.is_initialized else ()) for layer in like.slot_layers]
+        counts: dict[Shape, int] = {}
+        for states in (part for layer in written for part in layer):
+            counts[shape_of(states)] = counts.get(shape_of(states), 0) + 1
+        for shape, count in counts.items():
+            heads, size, dtype, device = shape
+            # Written to, so that memory is short now or never.
+            self.blocks[shape] = torch.empty((count, heads, capacity, size), dtype=dtype, device=device).fill_(0.0)
+        free = {shape: iter(block[:, None]) for shape, block in self.blocks.items()}
+        layers: list[Any] = [
+            PagedLayer(self, *((next(free[shape_of(states)]) for states in layer) if layer else (None, None)))
+            for layer in written
+        ]
+        super().__init__(layers=layers)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Slots to other slots in every layer, in the order of a path: see `fused.move_slots`."""
+        for block in self.blocks.values():
+            fused.move_slots(block, sources, targets)
+
+    def take_over(self, other: PagedCache, slots: int) -> None:
+        """The first slots of a smaller cache."""
+        for shape, block in self.blocks.items():
+            block[:, :, :slots] = other.blocks[shape][:, :, :slots]
+
+
+def shape_of(states: Tensor) -> Shape:
+    return states.shape[1], states.shape[3], states.dtype, states.device
+
+
+def bytes_per_slot(like: SlotCache) -> int:
+    parts = [states for layer in like.slot_layers if layer.is_initialized for states in layer.slots]
+    return sum(states.shape[1] * states.shape[3] * states.element_size() for states in parts)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from draftgraph.garbage import without_garbage_collection
-
+WORD_BYTES = 8
 WARM_UPS = 2  # kernels are compiled and chosen before they are recorded
 
 
@@ -65,3 +66,41 @@ def graph_memory(device: torch.device) -> Any:
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of the host that this device can read and write by itself."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and number formats, by name
+
+
+class Buffer:
+    """Named arrays in one piece of the host's memory, and the same on the device: one copy hands them over. On a CPU
+    both are one."""
+
+    def __init__(self, parts: Parts, device: torch.device) -> None:
+        words = {name: -(-prod(shape) * dtype.itemsize // WORD_BYTES) for name, (shape, dtype) in parts.items()}
+        self._host = host_memory((sum(words.values()),), torch.int64, device)
+        self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self.host: dict[str, Any] = {}  # NumPy arrays
+        self.device: dict[str, Tensor] = {}
+        start = 0
+        for name, (shape, dtype) in parts.items():
+            here = slice(start, start + words[name])
+            own, other = (memory[here].view(dtype)[: prod(shape)].view(shape) for memory in (self._host, self._device))
+            self.host[name], self.device[name], start = own.numpy(), other, here.stop
+
+    def arrive(self, unused: int = 0) -> None:
+        """The device takes over what the host has written, but for so many numbers of 64 bits at the end; the host may
+        write again when that is done."""
+        if self._device is not self._host:
+            size = len(self._host) - unused
+            self._device[:size].copy_(self._host[:size], non_blocking=True)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from draftgraph.errors import DraftGraphError
+from draftgraph.kernels.attention import PAGE_SIZE
 
-PAGE = 16  # tokens
+PAGE = PAGE_SIZE  # tokens
 
 
 class OutOfPages(DraftGraphError):
@@ -43,6 +44,11 @@ class Pages:
     def held(self) -> int:
         return self.count - self.available
 
+    @property
+    def empty(self) -> bool:
+        """Nobody holds a page, and none is kept for its tokens."""
+        return bool(self._free.all())
+
     def take(self, count: int, after: int | None = None, expected: int = 0) -> list[int]:
         """New pages, in a row behind page `after` where those are free; else where a text of so many would fit."""
         if count > self.available:
@@ -56,6 +62,11 @@ class Pages:
         self._free[found] = False
         self._holders.update(found)
         return found
+
+    def grow(self, count: int) -> None:
+        """The pool has become larger."""
+        self._free = np.concatenate([self._free, np.ones(count - self.count, dtype=bool)])
+        self.count = count
 
     def hold(self, pages: Sequence[int]) -> None:
         """One more text reads them."""
@@ -89,6 +100,12 @@ class Pages:
         for digest, page in zip(digests(tenant, tokens), pages, strict=False):
             if digest not in self._pages and page not in self._digests:
                 self._pages[digest], self._digests[page] = page, digest
+
+    def forget_texts(self) -> None:
+        """What pages hold is no longer what a model would compute: nobody may begin with it."""
+        self._free[list(self._left)] = True
+        for known in (self._left, self._pages, self._digests):
+            known.clear()
 
     def _forget(self, page: int) -> None:
         del self._left[page]

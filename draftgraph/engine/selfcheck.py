@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import weakref
@@ -14,13 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.engine.choices import file_of
-from draftgraph.engine.loan import Loan, adapters, evaluating, unwrapped
-from draftgraph.engine.runner import EagerEngine, Engine
-from draftgraph.engine.static import StaticEngine
-from draftgraph.errors import UnsupportedModelError, UsageError
+from draftgraph import private
+from draftgraph.engine.borrowing import Loan, adapters, configs_of, evaluating, pass_lock, unwrapped
+from draftgraph.engine.eager import EagerContext, EagerEngine
+from draftgraph.engine.paged import PagedEngine
+from draftgraph.engine.pages import PAGE
+from draftgraph.engine.protocol import Engine, Segment
+from draftgraph.errors import UnsupportedModelError, UsageError, one_line
 from draftgraph.graph import Bools, Ints
-from draftgraph.models.cache import notice
+from draftgraph.kernels.linear import file_of
+from draftgraph.notices import notice
 
 TEXT_LENGTH = 5
 LONGEST_WINDOW = 512  # a smaller window is crossed by the check's text
@@ -31,42 +35,81 @@ ATTEMPTS = 3  # texts that are tried in half precision
 NOISE = 3.0  # times as far as the model's own cached passes are off: rounding
 RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "hybrid", "moe_mamba", "ssm")
 
+CHECKED = 4096  # slots of a pool that only a check uses
+MORE = 2 * PAGE  # tokens that a check reads, so that it turns some pages
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
-_engines: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, bool]]] = weakref.WeakKeyDictionary()
+_verdicts: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def checked_engine(model: Any) -> Engine:
-    """An engine for a model that passed the check; a model that cannot branch is given chains only."""
+def engine_for(model: Any, slots: int | None = None) -> Engine:
+    """An engine for a model that passed the check: paged where that can be, else plain passes; a model that cannot
+    branch is given chains only. `slots`: the bound of the pool; None: it grows."""
     refuse_unrewindable(model)
-    key = (getattr(unwrapped(model).config, "_attn_implementation", None), adapters(model), static_wanted(model))
-    known = _engines.get(model)
-    if known is None or known[0] != repr(key):
+    kind = asked_engine()
+    key = repr((private.attention_of(unwrapped(model).config), adapters(model), kind))
+    known = _verdicts.get(model)
+    if known is None or known[0] != key:
         with short_windows(model):
-            _engines[model] = known = (repr(key), _abilities(model))
-            known[1]["static"] = known[1]["branching"] and static_wanted(model) and _can_be_static(model)
-    static, *abilities = (known[1][name] for name in ("static", "branching", "offsets"))
-    return StaticEngine(model) if static else EagerEngine(model, *abilities)
+            known = key, _abilities(model, kind)
+        if known[1]["lasting"]:
+            _verdicts[model] = known
+    abilities = known[1]
+    if abilities["paged"]:
+        return PagedEngine(model, slots, captured_on(model, kind))
+    if slots is not None:
+        notice(f"{type(unwrapped(model)).__name__} reads one text at a time, and slower: {abilities['problem']}")
+    return EagerEngine(model, abilities["branching"], abilities["offsets"])
 
 
-def static_wanted(model: Any) -> bool:
-    """On CUDA, if the model is in one place; `DRAFTGRAPH_ENGINE` asks for `static` passes elsewhere too, or for `eager`
-    ones everywhere."""
-    places = {weight.device for weight in model.parameters()}
-    asked = os.environ.get("DRAFTGRAPH_ENGINE", "static" if {place.type for place in places} == {"cuda"} else "eager")
-    if asked not in ("static", "eager"):
+def asked_engine() -> str | None:
+    """`DRAFTGRAPH_ENGINE`: `static` passes, of fixed shapes, on any device, or `eager` ones everywhere."""
+    asked = os.environ.get("DRAFTGRAPH_ENGINE")
+    if asked not in (None, "static", "eager"):
         raise UsageError(f"DRAFTGRAPH_ENGINE must be static or eager, not {asked!r}")
-    return asked == "static" and len(places) == 1
+    return asked
 
 
-def _can_be_static(model: Any) -> bool:
-    device = model.get_input_embeddings().weight.device
+def captured_on(model: Any, kind: str | None) -> bool:
+    return kind == "static" or bool(model.get_input_embeddings().weight.is_cuda)
+
+
+def _paged_problem(model: Any, kind: str | None) -> str | None:
+    """What keeps a model from paged passes, or None."""
+    if kind == "eager":
+        return "plain passes were asked for"
+    if len({weight.device for weight in model.parameters()}) > 1:
+        return "it lies on several devices"
+    device, captured = model.get_input_embeddings().weight.device, captured_on(model, kind)
     if device.type == "cuda" and not file_of(device).exists():
         notice("compiling kernels for this GPU and choosing the quickest, once (up to a minute)")
-    problem = problem_of(partial(tree_difference, model, PARENTS, StaticEngine))
-    if problem is not None:
+    problem = problem_of(partial(tree_difference, model, PARENTS, partial(Crowd, captured), MORE))
+    if device.type == "cuda":
+        gc.collect()  # recorded passes and who recorded them hold each other
+        torch.cuda.empty_cache()
+    if problem is not None and captured:
         notice(f"{type(unwrapped(model)).__name__} runs without CUDA graphs, and slower: {problem}")
-    return problem is None
+    return problem
+
+
+class Crowd:
+    """For the check: a sequence whose pages do not lie in a row, and in every pass another one goes before it."""
+
+    def __init__(self, captured: bool, model: Any) -> None:
+        self.engine = PagedEngine(model, CHECKED, captured)
+        self.other, self.context = self.engine.open(), self.engine.open()
+        for length in range(PAGE, MORE + 2 * PAGE, PAGE):
+            self.other.reserve(length)
+            self.context.reserve(length)
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.context.prefill(tokens)
+        self.other.prefill(tokens[::-1])
+
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+        self.other.forget(0)
+        others = Segment(self.other, tokens, np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
+        return self.engine.run([others, Segment(self.context, tokens, depths, visible)])[1].logits
 
 
 def refuse_unrewindable(model: Any) -> None:
@@ -87,7 +130,7 @@ def refuse_unrewindable(model: Any) -> None:
     config = inner.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or [])
     recurrent = {kind for kind in layers if any(word in kind for word in RECURRENT)}
-    stateful = getattr(inner, "_is_stateful", False)
+    stateful = private.is_stateful(inner)
     odd = recurrent or (layers - ATTENTION if stateful else set())
     if odd or (stateful and not layers):
         state = "a recurrent state" if recurrent or not layers else "a state beside keys and values"
@@ -95,17 +138,31 @@ def refuse_unrewindable(model: Any) -> None:
         raise UnsupportedModelError(f"{name} keeps {state}{named} that cannot be rewound to an accepted path")
 
 
-def _abilities(model: Any) -> dict[str, bool]:
-    """What an engine may do with the model: trees, or only chains. Neither: refused."""
+def _abilities(model: Any, kind: str | None) -> dict[str, Any]:
+    """What an engine may do with the model: paged passes, trees, or only chains. None of it: refused. It lasts unless
+    memory was short meanwhile: then the next check may find more."""
     name = type(unwrapped(model)).__name__
     if problem := problem_of(partial(_cached_difference, model)):
         raise UnsupportedModelError(f"{name} cannot be decoded token by token: {problem}")
+    problem = _paged_problem(model, kind)
+    lasting = not isinstance(problem, ShortOfMemory)
+    if problem is None:
+        return {"paged": True, "lasting": True}
+    plain = {"paged": False, "problem": problem}
     for offsets in (True, False):
-        if problem_of(partial(tree_difference, model, PARENTS, partial(EagerEngine, offsets=offsets))) is None:
-            return {"branching": True, "offsets": offsets}
-    if problem := problem_of(partial(tree_difference, model, np.arange(-1, 3), partial(EagerEngine, offsets=False))):
+        tree_problem = problem_of(partial(tree_difference, model, PARENTS, partial(plain_context, offsets=offsets)))
+        if tree_problem is None:
+            return plain | {"branching": True, "offsets": offsets, "lasting": lasting}
+        lasting &= not isinstance(tree_problem, ShortOfMemory)
+    if problem := problem_of(partial(tree_difference, model, np.arange(-1, 3), partial(plain_context, offsets=False))):
         raise UnsupportedModelError(f"{name} cannot be decoded with a rewindable cache: {problem}")
-    return {"branching": False, "offsets": False}
+    if not lasting:
+        notice(f"{name} is given chains only, and slower: {tree_problem}")
+    return plain | {"branching": False, "offsets": False, "lasting": lasting}
+
+
+def plain_context(model: Any, offsets: bool) -> EagerContext:
+    return EagerEngine(model, offsets=offsets).open()
 
 
 def problem_of(check: Callable[[], str | None]) -> str | None:
@@ -113,8 +170,13 @@ def problem_of(check: Callable[[], str | None]) -> str | None:
     try:
         return check()
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"{type(error).__name__}: {reason}"
+        causes = (error, error.__cause__, error.__context__)  # an engine says in its own words what it lacks
+        kind = ShortOfMemory if any(isinstance(one, torch.OutOfMemoryError) for one in causes) else str
+        return kind(f"{type(error).__name__}: {one_line(error)}")
+
+
+class ShortOfMemory(str):
+    """A problem that is not the model's, and may be gone when it is checked again."""
 
 
 class Scorer(Protocol):
@@ -218,23 +280,24 @@ def _plain_pass(model: Any, tokens: list[int], start: int = 0, **arguments: Any)
 
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
-    """Windows too long for the check's text are short for a while; models read them from their configuration."""
-    text_config = unwrapped(model).config.get_text_config(decoder=True)
-    long = {key for key, value in _windows(text_config).items() if value > LONGEST_WINDOW}
-    holders = [text_config, *(module.config for module in model.modules() if hasattr(module, "config"))]
-    changes = [
-        (config, key, getattr(config, key))
-        for config in {id(config): config for config in holders}.values()
-        for key in long
-        if getattr(config, key, None) is not None
-    ]
-    try:
-        for config, key, _ in changes:
-            setattr(config, key, SHORT_WINDOW)
-        yield
-    finally:
-        for config, key, value in changes:
-            setattr(config, key, value)
+    """Windows too long for the check's text are short for a while; models read them from their configuration, so passes
+    of other threads wait."""
+    with pass_lock(model):
+        text_config = unwrapped(model).config.get_text_config(decoder=True)
+        long = {key for key, value in _windows(text_config).items() if value > LONGEST_WINDOW}
+        changes = [
+            (config, key, getattr(config, key))
+            for config in {id(config): config for config in (text_config, *configs_of(model))}.values()
+            for key in long
+            if getattr(config, key, None) is not None
+        ]
+        try:
+            for config, key, _ in changes:
+                setattr(config, key, SHORT_WINDOW)
+            yield
+        finally:
+            for config, key, value in changes:
+                setattr(config, key, value)
 
 
 def _windows(config: Any) -> dict[str, int]:

@@ -10,19 +10,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from draftgraph.config import GraphConfig
-from draftgraph.graph import ROOT, Source, State, TokenGraph
+from draftgraph.graph import ROOT, Source, TokenGraph
 from draftgraph.inspect.text import Decode, piece
-from draftgraph.trace import Reason, Step
+from draftgraph.stats import Reason, Step
 
 SCHEMA = "draftgraph.inspect"
 VERSION = 1
 DIGITS = 6
-
-STATES: dict[State, Literal["open", "expanded", "leaf"]] = {
-    State.OPEN: "open",
-    State.EXPANDED: "expanded",
-    State.LEAF: "leaf",
-}
 
 Setting = str | int | float | bool
 
@@ -37,7 +31,7 @@ class NodeRecord:
     prob: float  # the estimate of the source that proposed it
     depth: int
     source: Source  # who proposed it: root, draft, copied or recycled
-    state: Literal["open", "expanded", "leaf"]  # may still be expanded; was; pruned by theta_prob
+    state: str  # open: may still be expanded; expanded: was; leaf: pruned by theta_prob
     parent: int | None  # None for the root
     alias_of: int | None  # the node whose children it shares, if it was merged
     verified: bool  # the target has checked it, on at least one path
@@ -144,56 +138,59 @@ class StepRecord:
 
 
 def _node_text(graph: TokenGraph, node: int, decode: Decode) -> str:
-    token, parent = graph.tokens[node], graph.parents[node]
-    return decode([token]) if node == ROOT else piece(decode, graph.tokens[parent], token)
+    token, parent = int(graph.tokens[node]), graph.parents[node]
+    return decode([token]) if node == ROOT else piece(decode, int(graph.tokens[parent]), token)
 
 
 def _nodes(step: Step, names: list[str], accepted: set[int]) -> list[NodeRecord]:
     graph, verified = step.graph, set(step.tree.nodes.tolist())
+    numbers = (graph.tokens, graph.probs, graph.depths, graph.parents, graph.canonical)
+    rows = zip(graph.sources, graph.states, *(column.tolist() for column in numbers), strict=True)
     return [
         NodeRecord(
             id=node,
-            token=int(graph.tokens[node]),
+            token=token,
             text=names[node],
-            prob=round(float(graph.probs[node]), DIGITS),
-            depth=graph.depths[node],
-            source=graph.sources[node],
-            state=STATES[graph.states[node]],
-            parent=None if node == ROOT else graph.parents[node],
-            alias_of=graph.canonical[node] if graph.is_alias(node) else None,
+            prob=round(prob, DIGITS),
+            depth=depth,
+            source=source,
+            state=state.name.lower(),
+            parent=None if node == ROOT else parent,
+            alias_of=canonical if canonical != node else None,
             verified=node in verified,
             accepted=node in accepted,
         )
-        for node in range(len(graph))
+        for node, (source, state, token, prob, depth, parent, canonical) in enumerate(rows)
     ]
 
 
 def _tree(step: Step, names: list[str]) -> list[TreeRecord]:
     tree, accepted = step.tree, {ROOT, *step.path}
-    nodes, parents, depths = tree.nodes.tolist(), tree.parents.tolist(), tree.depths.tolist()
+    numbers = (tree.parents, tree.depths, tree.nodes, tree.tokens, tree.scores)
+    rows = zip(tree.sources, *(column.tolist() for column in numbers), strict=True)
     return [
         TreeRecord(
             index=index,
-            parent=None if index == ROOT else parents[index],
-            depth=depths[index],
+            parent=None if index == ROOT else parent,
+            depth=depth,
             node=node,
-            token=int(tree.tokens[index]),
+            token=token,
             text=names[node],
-            score=round(float(tree.scores[index]), DIGITS),
-            source=tree.sources[index],
+            score=round(score, DIGITS),
+            source=source,
             accepted=index in accepted,
         )
-        for index, node in enumerate(nodes)
+        for index, (source, parent, depth, node, token, score) in enumerate(rows)
     ]
 
 
 def _edges(graph: TokenGraph, walked: set[tuple[int, int]]) -> list[EdgeRecord]:
-    edges = []
-    for node in range(len(graph)):
-        for child in graph.children_of(node).values():
-            kind: Source = "merged" if graph.is_alias(node) else graph.sources[child]
-            edges.append(EdgeRecord(node, child, kind, (node, child) in walked))
-    return edges
+    sources = graph.sources
+    return [
+        EdgeRecord(node, child, "merged" if graph.is_alias(node) else sources[child], (node, child) in walked)
+        for node in range(len(graph))
+        for child in graph.children_of(node).values()
+    ]
 
 
 def settings(config: GraphConfig) -> dict[str, Setting]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Iterator
+
+from rich.cells import cell_len
 
 Decode = Callable[[list[int]], str]
 
@@ -29,22 +30,11 @@ def _visible_character(character: str) -> str:
 def label(text: str, token: int, longest: int = 16) -> str:
     """A token's short visible name; a token without text of its own is named by its id."""
     name = visible(text) or f"‹{token}›"
-    if cells(name) <= longest:
+    if cell_len(name) <= longest:
         return name
-    while cells(name) > longest - 1:
+    while cell_len(name) > longest - 1:
         name = name[:-1]
     return name + "…"
-
-
-def cells(text: str) -> int:
-    """The width of a text in a monospaced font: two for a wide character, none for one that combines."""
-    return sum(_character_cells(character) for character in text)
-
-
-def _character_cells(character: str) -> int:
-    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def probability(value: float) -> str:

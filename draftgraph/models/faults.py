@@ -1,88 +1,34 @@
-"""Turns what goes wrong inside transformers, the hub and the disk into one line that says what to do."""
+"""What transformers and the hub report: errors in one line that says what to do, warnings and bars kept quiet."""
 
 from __future__ import annotations
 
-import errno
+import os
+import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from draftgraph.errors import DraftGraphError, LoadError, UsageError
+from draftgraph.errors import DraftGraphError, LoadError, UsageError, causes, one_line
+from draftgraph.files import is_disk_full
 
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-ANOTHER_CACHE = "set DRAFTGRAPH_CACHE to a folder"
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def one_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text if len(text) <= 240 else text[:239] + "…"
-
-
-def is_disk_full(error: BaseException) -> bool:
-    # safetensors writes from Rust, where the number is only in the text.
-    return any(
-        (isinstance(cause, OSError) and cause.errno in DISK_FULL) or "No space left on device" in str(cause)
-        for cause in causes(error)
-    )
-
-
-@contextmanager
-def writing(what: str, folder: Path, elsewhere: str = ANOTHER_CACHE) -> Iterator[None]:
-    """Says which folder is full or cannot be written when `what` fails to be kept there, and how to name another."""
-    try:
-        yield
-    except DraftGraphError:
-        raise
-    except Exception as error:
-        if is_disk_full(error):
-            raise LoadError(disk_full(what, folder, elsewhere=elsewhere)) from error
-        raise LoadError(
-            f"cannot keep {what} in {folder} ({one_line(error)}): {elsewhere} that can be written"
-        ) from error
-
-
-def disk_full(what: str, folder: Path, needed: int | None = None, elsewhere: str = ANOTHER_CACHE) -> str:
-    size = f"{needed / 1e9:.1f} GB of" if needed else "more"
-    return f"the disk is full: {what} needs {size} room in {folder}; free some space or {elsewhere} on another disk"
+LINES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
 
 
 def explain(error: Exception, name: str, part: str = "") -> DraftGraphError:
     """The line for a model, or a part of one, that could not be loaded, from whatever transformers raised."""
     if isinstance(error, DraftGraphError):
         return error
-    text = " ".join(str(error).split())
-    for cause in causes(error):
-        if line := _known(cause, name):
-            return LoadError(line)
     if is_disk_full(error):
         return LoadError(f"the disk is full: {name} could not be kept; free some space or set HF_HOME to another disk")
-    if "trust_remote_code" in text:
-        return LoadError(
-            f"{name} needs its own code to run: read that code, then pass trust_remote_code=True if you trust it"
-        )
-    if "does not recognize this architecture" in text:
-        return LoadError(
-            f"{name} is of a kind that this transformers does not know: pip install --upgrade transformers"
-        )
-    if "Unrecognized configuration class" in text:
-        return LoadError(f"{name} is not a causal language model: choose a decoder-only text model")
-    if "not a valid JSON file" in text:
-        return LoadError(f"the config.json of {name} is not valid JSON: fetch the model again")
-    if "does not appear to have a file named config.json" in text:
-        return LoadError(
-            f"{name} has no config.json: choose another model, or pass gguf_file=... for a GGUF file in it"
-        )
-    if "does not appear to have a file named" in text or "no file named" in text:
-        return LoadError(
-            f"{name} has no safetensors weights: choose a model that has, or pass use_safetensors=False "
-            "to read pickle files, which can run code, if you trust them"
-        )
+    for cause in causes(error):
+        for kind in type(cause).__mro__:
+            if line := LINES["types"].get(kind.__name__):
+                return LoadError(line.format(name=name, reason=one_line(cause)))
+    text = " ".join(str(error).split())
+    for known, line in LINES["texts"].items():
+        if known in text:
+            return LoadError(line.format(name=name))
     if isinstance(error, FileNotFoundError):
         return LoadError(f"{name} is incomplete, {one_line(error)}: fetch it again")
     if isinstance(error, TypeError) and "unexpected keyword argument" in text:
@@ -90,34 +36,19 @@ def explain(error: Exception, name: str, part: str = "") -> DraftGraphError:
     return LoadError(f"cannot load {part}{name}: {one_line(error)} ({type(error).__name__})")
 
 
-def _known(cause: BaseException, name: str) -> str | None:
-    import torch
-    from huggingface_hub import errors as hub
-    from safetensors import SafetensorError
+@contextmanager
+def quiet_transformers(bars: bool = False) -> Iterator[None]:
+    """No warnings from transformers, unless TRANSFORMERS_VERBOSITY is set, and bars only where wanted."""
+    from transformers.utils import logging
 
-    if isinstance(cause, hub.GatedRepoError):
-        return f"{name} is gated: accept its terms on its hub page, then set HF_TOKEN to a token that may read it"
-    if isinstance(cause, hub.RepositoryNotFoundError):
-        return f"no model named {name} on the hub: check the name; a private one needs HF_TOKEN"
-    if isinstance(cause, hub.RevisionNotFoundError):
-        return f"{name} has no such revision on the hub: check the branch, tag or commit"
-    if isinstance(cause, hub.OfflineModeIsEnabled):
-        return not_cached(name)
-    if isinstance(cause, torch.OutOfMemoryError):
-        return f"{name} does not fit into the GPU memory: free some, choose a smaller dtype or model, or device='cpu'"
-    if isinstance(cause, MemoryError):
-        return f"{name} does not fit into memory: close other programs or choose a smaller dtype or model"
-    if isinstance(cause, SafetensorError) and not is_disk_full(cause):
-        return (
-            f"the weights of {name} cannot be read, a file is cut short or damaged ({one_line(cause)}): fetch it again"
-        )
-    if isinstance(cause, ImportError):
-        return f"{name} needs a package that is missing: {one_line(cause)}"
-    return None
-
-
-def not_cached(name: str) -> str:
-    return (
-        f"{name} is neither a local folder nor in the hub cache, and fetching is off: "
-        "unset HF_HUB_OFFLINE and DRAFTGRAPH_OFFLINE, or name a folder or a GGUF file"
-    )
+    had_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    if not (bars and sys.stderr.isatty()):
+        logging.disable_progress_bar()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -1,26 +1,124 @@
-"""Reads a GGUF file through transformers and puts right what that leaves out or gets wrong."""
+"""GGUF files: read through transformers, put right, and converted once into a folder of safetensors in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from draftgraph.errors import LoadError
-from draftgraph.models.faults import explain, one_line
-from draftgraph.models.progress import Report, quiet_transformers, watch_gguf_tensors
+from draftgraph.errors import LoadError, one_line
+from draftgraph.files import cache_dir, disk_full, only_one, remembered_sha256, sha256_of, writing
+from draftgraph.models.faults import explain, quiet_transformers
+from draftgraph.notices import Report, notice, progress_bar
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ALONE = "model.gguf"
+FORMAT = 1  # raise it when the files a conversion writes change: older copies are then made again
+MANIFEST = "manifest.json"
+HASHED_BELOW = 32 << 20  # larger files are checked by size and header: a start must not read all weights twice
+LINK = "model.gguf"
 SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 # llama.cpp splits numbers off before anything else for these values of tokenizer.ggml.pre; transformers does not.
 DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+
+
+def folder_for(stem: str, sha256: str) -> Path:
+    """Where the converted form of a GGUF file with this content is kept."""
+    safe_stem = re.sub(r"[^\w.-]", "_", stem)
+    return cache_dir() / "converted" / f"{safe_stem}-{sha256[:16]}"
+
+
+def converted_folder(gguf: Path) -> Path:
+    """The safetensors folder of a GGUF file: from the cache if it is intact there, else converted now."""
+    gguf = gguf.absolute()  # not resolved: in the hub cache a link has the name, its target only a hash
+    try:
+        folder = folder_for(gguf.stem, remembered_sha256(gguf))
+    except OSError as error:
+        raise LoadError(f"{gguf} cannot be read ({one_line(error)}): check the path and its permissions") from error
+    if fault_of(folder):
+        with only_one(folder, f"another process is converting {gguf.name}: waiting for it"):
+            if fault := fault_of(folder):
+                again = f"the cached copy of {gguf.name} cannot be used ({fault}): converting it again"
+                once = f"converting {gguf.name} once, for fast starts from now on; kept in {folder}"
+                notice(again if folder.exists() else once)
+                convert(gguf, folder)
+    return folder
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write `folder` beside its place and move it there when all of it is good. The caller holds the lock."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
+    what = f"the converted {gguf.name}"
+    with progress_bar(f"converting {gguf.name}") as report:
+        source = GGUFFile(gguf)
+        if shutil.disk_usage(folder.parent).free < source.float32_bytes:
+            raise LoadError(disk_full(what, folder.parent, source.float32_bytes))
+        report(0.1)
+        model, tokenizer = source.read(report)
+        report(0.9)
+        try:
+            with writing(what, folder.parent), quiet_transformers():
+                model.save_pretrained(partial)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(partial)
+                write_manifest(partial, gguf)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_manifest(folder: Path, gguf: Path) -> None:
+    files = {file.name: describe(file) for file in sorted(folder.iterdir())}
+    content = {"format": FORMAT, "source": gguf.name, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=2))
+
+
+def describe(file: Path) -> dict[str, Any]:
+    size = file.stat().st_size
+    return {"size": size, "sha256": sha256_of(file) if size < HASHED_BELOW else None}
+
+
+def fault_of(folder: Path) -> str | None:
+    """What is wrong with a converted folder, found without reading the weights; None if it can be used."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return "made by another version of draftgraph"
+        for name, expected in manifest["files"].items():
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if describe(file) != expected or not header_is_sound(file):
+                return f"{name} is not as it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return None
+
+
+def header_is_sound(file: Path) -> bool:
+    """Whether a safetensors file's header describes exactly the bytes that follow; true of other files."""
+    if file.suffix != ".safetensors":
+        return True
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            return False
+        header = json.loads(stream.read(length))
+    tensors = (value for name, value in header.items() if name != "__metadata__")
+    end = max((value["data_offsets"][1] for value in tensors), default=0)
+    return bool(8 + length + end == file.stat().st_size)
 
 
 def is_gguf(file: Path) -> bool:
@@ -62,14 +160,14 @@ class GGUFFile:
         """The model in float32 and its tokenizer, ready to be saved."""
         with quiet_transformers(), watch_gguf_tensors(lambda done: report(0.4 + 0.5 * done)):
             try:
-                with alone(self.path) as folder:
+                with isolated(self.path) as folder:
                     tokenizer = self._tokenizer(folder) if self.has_tokenizer else None
                     report(0.3)
                     model = self._model(folder)
             except Exception as error:
                 raise explain(error, str(self.path)) from error
-        self._say_where_to_stop(model, tokenizer)
-        narrow_without_loss(model.parameters)
+        self._set_stop_tokens(model, tokenizer)
+        narrow_without_loss(model)
         return model, tokenizer
 
     def _model(self, folder: str) -> PreTrainedModel:
@@ -80,7 +178,7 @@ class GGUFFile:
         model: PreTrainedModel
         model, info = auto.from_pretrained(
             folder,
-            gguf_file=ALONE,
+            gguf_file=LINK,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
@@ -93,7 +191,7 @@ class GGUFFile:
         from tokenizers import pre_tokenizers
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=ALONE)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=LINK)
         for key in [key for key in tokenizer.init_kwargs if key.endswith("_token_id")]:
             del tokenizer.init_kwargs[key]
         for name, key in SPECIAL.items():  # transformers 5.17 takes bos for eos
@@ -110,7 +208,7 @@ class GGUFFile:
             tokenizer.model_max_length = tokenizer.init_kwargs["model_max_length"] = int(context)
         return tokenizer  # type: ignore[no-any-return]
 
-    def _say_where_to_stop(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def _set_stop_tokens(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         from transformers import GenerationConfig
 
         ends = [self.token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
@@ -125,10 +223,10 @@ class GGUFFile:
 
 
 @contextmanager
-def alone(gguf: Path) -> Iterator[str]:
+def isolated(gguf: Path) -> Iterator[str]:
     """A folder with this file only: transformers prefers a tokenizer.json that happens to lie beside it."""
     with TemporaryDirectory() as folder:
-        link = Path(folder) / ALONE
+        link = Path(folder) / LINK
         try:
             link.symlink_to(gguf.absolute())
         except OSError:  # Windows without the right to make links
@@ -148,11 +246,11 @@ def ends_of_turn(chat_template: str, vocabulary: dict[str, int]) -> list[int]:
     ]
 
 
-def narrow_without_loss(parameters: Callable[[], Any]) -> None:
+def narrow_without_loss(model: PreTrainedModel) -> None:
     """Store in 16 bits what came from 16 bits: an F16 or BF16 file must not double in the cache."""
     import torch
 
-    for parameter in parameters():
+    for parameter in model.parameters():
         for dtype in (torch.bfloat16, torch.float16):
             narrow: torch.Tensor = parameter.data.to(dtype)
             if torch.equal(narrow.to(parameter.dtype), parameter.data):
@@ -161,10 +259,28 @@ def narrow_without_loss(parameters: Callable[[], Any]) -> None:
 
 
 def refuse_missing_weights(info: dict[str, Any], name: str) -> None:
-    """transformers fills missing weights with random numbers; nobody wants that here."""
+    """Refuses what transformers would do: fill missing weights with random numbers."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise LoadError(
             f"{name} lacks {len(missing)} weight{'s' * (len(missing) > 1)} of its model, {missing[0]} for one: "
             "it is incomplete or not a causal language model; choose another or fetch it again"
         )
+
+
+@contextmanager
+def watch_gguf_tensors(report: Report) -> Iterator[None]:
+    """Follow transformers' loop over the tensors of a GGUF file, which has no callback but a tqdm of its own."""
+    loader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+
+    def watched(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+        for index, tensor in enumerate(tensors):
+            report(index / len(tensors))
+            yield tensor
+
+    original = getattr(loader, "tqdm", None)
+    loader.tqdm = watched
+    try:
+        yield
+    finally:
+        loader.tqdm = original

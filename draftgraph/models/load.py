@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftgraph.errors import LoadError, UsageError
-from draftgraph.models.convert import converted_folder
-from draftgraph.models.default import default_model
-from draftgraph.models.faults import explain
-from draftgraph.models.gguf_file import is_gguf, refuse_missing_weights
-from draftgraph.models.hub import cached_copy, gguf_from_hub
-from draftgraph.models.place import choose_device, choose_dtype
-from draftgraph.models.progress import quiet_transformers
-from draftgraph.models.tokens import load_tokenizer, tokenizer_of_module
+from draftgraph.models.faults import explain, quiet_transformers
+from draftgraph.models.fetch import cached_copy, default_model, gguf_from_hub
+from draftgraph.models.gguf_file import converted_folder, is_gguf, refuse_missing_weights
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHARED_WITH_TOKENIZER = ("cache_dir", "force_download", "proxies", "revision", "subfolder", "token")
+SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+POSSIBLE = "float32, bfloat16, float16, float64 or auto"
+TOKEN_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+FEW = 64  # added tokens by which tokenizers of one family differ at the end
 
 
 def load_model(
@@ -155,3 +154,94 @@ def refuse_unless_causal(source: str, options: dict[str, Any]) -> None:
             f"{source} is a {kind} (model type {config.model_type}), not a causal language model: "
             "choose a decoder-only text model"
         )
+
+
+def choose_device(device: str | int | torch.device | None) -> torch.device:
+    """The requested device, or CUDA where there is one."""
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"there is no device {device!r}: use cpu, cuda or cuda:0") from error
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise UsageError(
+                f"device {str(device)!r} was asked for but this PyTorch finds no CUDA device: "
+                "use device='cpu', or install a driver and a CUDA build of PyTorch"
+            )
+        if chosen.index is not None and chosen.index >= count:
+            raise UsageError(f"there is no device {str(device)!r}: the last CUDA device here is cuda:{count - 1}")
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("device 'mps' was asked for but this PyTorch finds none: use device='cpu'")
+    return chosen
+
+
+def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
+    """float32, or bfloat16 on CUDA, unless another is requested; "auto" is the checkpoint's own."""
+    import torch
+
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype == "auto":
+        return "auto"
+    found: Any = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.").lower()
+        found = getattr(torch, SHORT_NAMES.get(name, name), None)
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    raise UsageError(f"dtype {str(dtype)!r} is not one to compute in: use {POSSIBLE}")
+
+
+def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or hub model; None where it has none."""
+    from transformers import AutoTokenizer
+    from transformers.utils.hub import cached_file
+
+    wanted = {"_raise_exceptions_for_missing_entries": False} | options
+    wanted.pop("trust_remote_code", None)
+    try:
+        with quiet_transformers(bars=True):
+            # Where there is no file, transformers makes an empty tokenizer for some families, or fails in many ways.
+            if not any(cached_file(source, file, **wanted) for file in TOKEN_FILES):
+                return None
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+            return tokenizer
+    except Exception as error:
+        raise explain(error, source, "the tokenizer of ") from error
+
+
+def tokenizer_of_module(model: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the local folder that a module was loaded from; the network is never asked."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", None) or getattr(model, "name_or_path", None)
+    if not isinstance(name, str) or not name or not Path(name).is_dir():
+        return None
+    return load_tokenizer(name, local_files_only=True)
+
+
+def check_same_tokens(target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a draft whose tokens have other ids than the target's; padding and a few more at the end are fine."""
+    target, draft = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if target == draft:
+        return
+    target_by_id, draft_by_id = ({index: token for token, index in vocab.items()} for vocab in (target, draft))
+    shared_end = min(max(target_by_id, default=-1), max(draft_by_id, default=-1)) + 1
+    common = ((index, target_by_id.get(index), draft_by_id.get(index)) for index in range(shared_end))
+    unlike = next((one for one in common if one[1] is not None and one[1] != one[2]), None)
+    lacking = sum(index >= shared_end for index in target_by_id)
+    if unlike is not None:
+        index, ours, theirs = unlike
+        reason = f"token {index} is {ours!r} for the target and {theirs!r} for the draft"
+    elif lacking > max(FEW, len(target_by_id) // 100):
+        reason = f"{lacking} of its tokens are missing"
+    else:
+        return
+    name = draft_tokenizer.name_or_path or type(draft_tokenizer).__name__
+    raise UsageError(
+        f"the draft {name} does not share the target's tokenizer: {reason}; choose a draft of the same family"
+    )

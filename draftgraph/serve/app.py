@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import HTMLResponse, Response
 
 from draftgraph import __version__
-from draftgraph.serve import docs_page, errors, playground
-from draftgraph.serve.chat import ChatForm, chat_generation
-from draftgraph.serve.completions import CompletionForm, completion_generation
+from draftgraph.inspect.theme import template
+from draftgraph.serve import errors, playground
+from draftgraph.serve.answers import ChatForm, CompletionForm, respond
 from draftgraph.serve.engine import Engine
+from draftgraph.serve.errors import JSONAnswer
 from draftgraph.serve.generation import Server
 from draftgraph.serve.guard import BodyLimit, Counted, KeyRequired, OwnName
-from draftgraph.serve.jobs import JobMaker
-from draftgraph.serve.keys import Keys
+from draftgraph.serve.jobs import JobMaker, chat_jobs, completion_jobs, unknown_model, window_of
 from draftgraph.serve.metrics import Metrics
-from draftgraph.serve.schemas import ChatAnswer, ChatRequest, Completion, CompletionRequest
-from draftgraph.serve.settings import ServerSettings, is_loopback
-from draftgraph.serve.status import status_routes
-from draftgraph.serve.streaming import respond
+from draftgraph.serve.schemas import (
+    ChatAnswer,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    GenerationRequest,
+    Model,
+    ModelList,
+)
+from draftgraph.serve.settings import Keys, ServerSettings, is_loopback
 
 logger = logging.getLogger("draftgraph.serve")
 STATUSES = {
@@ -49,7 +58,7 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
     metrics = Metrics(settings.model_name, settings.vllm_metrics)
     engine.on_finished = metrics.count_stats
     engine.on_failure = metrics.failures.inc
-    server = Server(engine, tokenizer, metrics)
+    server = Server(settings, engine, tokenizer, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,9 +74,9 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(status_routes(settings, server, ERRORS))
-    add_generation_routes(app, settings, server)
-    docs_page.install(app)
+    app.include_router(status_routes(server))
+    app.include_router(generation_routes(server))
+    install_docs(app)
     playground.mount(app)
     errors.install(app)
     app.add_middleware(BodyLimit, settings=settings)
@@ -82,26 +91,104 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
     return app
 
 
-def add_generation_routes(app: FastAPI, settings: ServerSettings, server: Server) -> None:
-    def maker(request: Request, prompt_field: str) -> JobMaker:
-        return JobMaker(settings, server.engine.ready, request.state.tenant, prompt_field)
+def generation_routes(server: Server) -> APIRouter:
+    router, settings = APIRouter(tags=["OpenAI"]), server.settings
 
-    def log(body: ChatRequest | CompletionRequest) -> None:
+    def maker(request: Request, body: GenerationRequest, prompt_field: str) -> JobMaker:
         if settings.log_prompts:
             logger.info("asked: %s", body.model_dump_json(exclude_none=True))
+        return JobMaker(settings, server.engine.require_ready(), request.state.tenant, prompt_field)
 
-    @app.post("/v1/chat/completions", tags=["OpenAI"], response_model=ChatAnswer, responses=ERRORS | STREAM)
+    @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ERRORS | STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
-        log(body)
-        generation = await chat_generation(body, server, maker(request, "messages"))
-        form = ChatForm(generation, body, server, settings.model_name)
-        return await respond(request, generation, form, bool(body.stream), settings.deadline)
+        jobs = await chat_jobs(body, server.prompts, maker(request, body, "messages"))
+        return await respond(request, ChatForm(server, body, jobs), bool(body.stream), settings.deadline)
 
-    @app.post("/v1/completions", tags=["OpenAI"], response_model=Completion, responses=ERRORS | STREAM)
+    @router.post("/v1/completions", response_model=Completion, responses=ERRORS | STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues one or more texts."""
-        log(body)
-        generation = await completion_generation(body, server, maker(request, "prompt"))
-        form = CompletionForm(generation, body, server, settings.model_name)
-        return await respond(request, generation, form, bool(body.stream), settings.deadline)
+        jobs = await completion_jobs(body, server.prompts, maker(request, body, "prompt"))
+        return await respond(request, CompletionForm(server, body, jobs), bool(body.stream), settings.deadline)
+
+    return router
+
+
+def status_routes(server: Server) -> APIRouter:
+    router, settings, engine, started = APIRouter(), server.settings, server.engine, int(time.time())
+
+    def model() -> Model:
+        window = None if engine.ready is None else window_of(engine.ready, settings)
+        return {
+            "id": settings.model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "draftgraph",
+            "max_model_len": window,
+        }
+
+    @router.get("/health", tags=["status"])
+    async def health() -> dict[str, str]:
+        """Whether the API lives, whatever the engine does."""
+        return {"status": "ok"}
+
+    @router.get("/ready", tags=["status"], responses={503: ERRORS[503]})
+    async def ready() -> Any:
+        """Whether requests can be answered."""
+        return JSONAnswer({"status": "ready"} | asdict(engine.require_ready()))
+
+    @router.get("/metrics", tags=["status"], response_class=Response)
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        server.metrics.show_engine(engine.ready is not None, engine.figures)
+        return Response(server.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @router.get("/v1/models", tags=["OpenAI"], responses={401: ERRORS[401]})
+    async def models() -> ModelList:
+        return {"object": "list", "data": [model()]}
+
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses={401: ERRORS[401], 404: ERRORS[404]})
+    async def one_model(name: str) -> Model:
+        if name != settings.model_name:
+            raise unknown_model(name, settings)
+        return model()
+
+    return router
+
+
+def install_docs(app: FastAPI) -> None:
+    """A page of every route and field, with nothing fetched from elsewhere; a schema without what is never sent."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = original()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)  # sent as 400, as OpenAI does
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        page = template("docs.html", "draftgraph.serve")
+        return HTMLResponse(page.render(app.openapi(), kind=kind_of, bounds=bounds_of))
+
+
+def kind_of(field: dict[str, Any]) -> str:
+    if choices := field.get("anyOf"):
+        return " or ".join(dict.fromkeys(kind_of(one) for one in choices if one.get("type") != "null"))
+    if "$ref" in field:
+        return str(field["$ref"].rpartition("/")[2])
+    if field.get("type") == "array":
+        return f"list of {kind_of(field.get('items', {}))}"
+    return str(field.get("type", "any"))
+
+
+def bounds_of(field: dict[str, Any]) -> str:
+    for one in (field, *field.get("anyOf", [])):
+        least = one.get("minimum", one.get("exclusiveMinimum"))
+        most = one.get("maximum", one.get("exclusiveMaximum"))
+        if least is not None and most is not None:
+            return f"{least:g} to {most:g}"
+    return ""

@@ -1,4 +1,4 @@
-"""The API's side of the wire: keeps an engine process running and hands out what it says."""
+"""The API's side of the wire: keeps an engine process running and hands its messages to the requests."""
 
 from __future__ import annotations
 
@@ -7,18 +7,46 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
+from draftgraph.batching.job import Job, Kind, Progress
 from draftgraph.serve import wire
+from draftgraph.serve.errors import failure
 from draftgraph.serve.settings import ServerSettings
-from draftgraph.serve.submission import Failure, Submission
-from draftgraph.serve.wire import Job, Progress, Ready
+from draftgraph.serve.wire import Ready
 
 logger = logging.getLogger("draftgraph.serve")
-SLACK = 5.0  # seconds past its deadline after which a job is given up without the engine's word
-EXIT_SECONDS = 5.0  # for an engine that was told to stop
+SLACK = 5.0  # seconds past its deadline after which a job is given up without a message of the engine
+EXIT_SECONDS = 5.0  # for an engine to end after a stop message
 SOUND_SECONDS = 60.0  # an engine that ran this long is started again without waiting longer than the first time
+
+
+class Submission:
+    """Jobs of one request: an iterator over their progress until all are done. Closing it cancels the rest."""
+
+    def __init__(self, ids: Iterable[str], cancel: Callable[[str], None]) -> None:
+        self._open, self._cancel = set(ids), cancel
+        self._queue: asyncio.Queue[Progress] = asyncio.Queue()
+
+    def put(self, progress: Progress) -> None:
+        self._queue.put_nowait(progress)
+
+    async def __aiter__(self) -> AsyncIterator[Progress]:
+        while self._open:
+            progress = await self._queue.get()
+            if progress.id in self._open:
+                if progress.finish_reason is not None:
+                    self._open.discard(progress.id)
+                yield progress
+
+    def cancel(self, id: str) -> None:
+        self._open.discard(id)
+        self._cancel(id)
+
+    def close(self) -> None:
+        for id in list(self._open):
+            self.cancel(id)
 
 
 class Engine:
@@ -39,14 +67,14 @@ class Engine:
         self._writer: asyncio.StreamWriter | None = None
         self._watch: asyncio.Task[None] | None = None
         self._was_ready = False
-        self._heard = 0.0  # when the engine last said something
+        self._last_message = 0.0  # when the last message of the engine came
 
     async def start(self) -> None:
         self._watch = asyncio.create_task(self._keep_running(), name="engine")
 
     async def stop(self) -> None:
         """Ends the process, and whatever still waits with an error."""
-        self.drop_all("stopping", "the server is stopping")
+        self.fail_all("stopping", "the server is stopping")
         self.closing = True
         if self._watch is not None:
             self._send({"stop": True})
@@ -58,40 +86,44 @@ class Engine:
     def drain(self, seconds: float) -> None:
         """No new jobs; those under way have some time left."""
         self.closing = True
-        asyncio.get_running_loop().call_later(seconds, self.drop_all, "stopping", "the server is stopping")
+        asyncio.get_running_loop().call_later(seconds, self.fail_all, "stopping", "the server is stopping")
 
     @property
     def under_way(self) -> int:
         return len(self._submissions)
 
-    def submit(self, jobs: Sequence[Job]) -> Submission:
+    def require_ready(self) -> Ready:
+        """The facts of a model that can answer."""
         if self.closing:
-            raise Failure("stopping", "the server is stopping")
+            raise failure("stopping", "the server is stopping")
         if self.ready is None or self._writer is None:
-            raise Failure("engine", "the model is not ready: try again later")
+            raise failure("engine", "the model is not ready: try again later")
+        return self.ready
+
+    def submit(self, jobs: Sequence[Job]) -> Submission:
+        self.require_ready()
         room = self._settings.max_texts + self._settings.max_waiting
         if len(jobs) > room:
-            raise Failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
+            raise failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
         if self.under_way + len(jobs) > room:
-            raise Failure("overloaded", "too many requests are waiting already: try again later")
-        submission = Submission([job["id"] for job in jobs], self.cancel)
+            raise failure("overloaded", "too many requests are waiting already: try again later")
+        submission = Submission([job.id for job in jobs], self.cancel)
         loop = asyncio.get_running_loop()
         for job in jobs:
-            self._submissions[job["id"]] = submission
-            if job.get("deadline") is not None:
-                late = loop.call_later(job["deadline"] + SLACK, self._give_up, job["id"])
-                self._deadlines[job["id"]] = late
-            self._send({"submit": job})
+            self._submissions[job.id] = submission
+            if job.deadline is not None:
+                self._deadlines[job.id] = loop.call_later(job.deadline + SLACK, self._time_out, job.id)
+            self._send({"submit": job.to_dict()})
         return submission
 
     def cancel(self, id: str) -> None:
         if self._forget(id) is not None:
             self._send({"cancel": id})
 
-    def drop_all(self, kind: str, message: str) -> None:
+    def fail_all(self, kind: Kind, message: str) -> None:
         for id in list(self._submissions):
             self._send({"cancel": id})
-            self._tell(Progress.failed(id, kind, message))
+            self._deliver(Progress.failed(id, kind, message))
 
     async def _keep_running(self) -> None:
         failures = 0
@@ -100,7 +132,7 @@ class Engine:
             fault = await self._run_once()
             self.ready = self._writer = self.process_id = None
             self.figures = {}
-            self.drop_all("engine", f"the engine failed ({fault}): try again later")
+            self.fail_all("engine", f"the engine failed ({fault}): try again later")
             if self.closing:
                 return
             logger.error("the engine failed: %s", fault)
@@ -116,7 +148,7 @@ class Engine:
         return min(self._settings.restart_wait * 2.0 ** min(failures - 1, 30), self._settings.restart_wait_most)
 
     async def _run_once(self) -> str:
-        """Starts a process and reads what it says until it ends; in one line, why it did."""
+        """Starts a process and reads its messages until it ends; returns why it ended, in one line."""
         ours, theirs = socket.socketpair()
         process, guard = None, None
         try:
@@ -145,21 +177,21 @@ class Engine:
                 await process.wait()
 
     async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
-        """Once it is ready an engine speaks every second, unless a pass takes longer or never ends."""
+        """A ready engine sends a message every second, unless a pass takes longer or never ends."""
         longest = self._settings.silence
-        while self.ready is None or time.monotonic() - self._heard < longest:
+        while self.ready is None or time.monotonic() - self._last_message < longest:
             await asyncio.sleep(longest / 4)
         logger.error("the engine said nothing for %.0f seconds: it is started again", longest)
         process.kill()
 
     async def _read(self, reader: asyncio.StreamReader) -> str | None:
         fault = None
-        with contextlib.suppress(ConnectionError):  # as good as the end of what it says
+        with contextlib.suppress(ConnectionError):  # the same as the end of its messages
             async for line in reader:
-                message, self._heard = wire.message(line), time.monotonic()
+                message, self._last_message = wire.message(line), time.monotonic()
                 if "progress" in message:
                     for values in message["progress"]:
-                        self._tell(wire.read(Progress, values))
+                        self._deliver(wire.read(Progress, values))
                 elif "figures" in message:
                     self.figures = message["figures"]
                 elif "ready" in message:
@@ -169,17 +201,17 @@ class Engine:
                     fault = str(message["fault"])
         return fault
 
-    def _tell(self, progress: Progress) -> None:
+    def _deliver(self, progress: Progress) -> None:
         submission = self._submissions.get(progress.id)
         if progress.finish_reason is not None:
             self.on_finished(progress)
             self._forget(progress.id)
         if submission is not None:
-            submission.tell(progress)
+            submission.put(progress)
 
-    def _give_up(self, id: str) -> None:
+    def _time_out(self, id: str) -> None:
         self._send({"cancel": id})
-        self._tell(Progress(id, finish_reason="deadline"))
+        self._deliver(Progress(id, finish_reason="deadline"))
 
     def _forget(self, id: str) -> Submission | None:
         if (late := self._deadlines.pop(id, None)) is not None:

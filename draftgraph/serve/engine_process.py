@@ -1,4 +1,4 @@
-"""The engine's side of the wire: reads commands while it computes, and tells what came of every step.
+"""The engine's side of the wire: reads commands while it computes, and sends the outcome of every step.
 
 Started by `draftgraph.serve.engine` as `python -m draftgraph.serve.engine_process OPTIONS SOCKET`.
 """
@@ -16,70 +16,62 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from draftgraph.batching.job import Job, Kind, Progress
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.serve import wire
 
+if TYPE_CHECKING:
+    from draftgraph.batching import Scheduler
+
 FAULT = 70  # EX_SOFTWARE of sysexits.h
-EVERY = 1.0  # seconds between figures that nobody asked for
-
-
-class Told(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-class Scheduler(Protocol):
-    """What `draftgraph.batching.Scheduler` is to this loop."""
-
-    @property
-    def busy(self) -> bool: ...
-    def submit(self, job: Any) -> None: ...
-    def cancel(self, id: str) -> None: ...
-    def step(self) -> list[Any]: ...
-    def figures(self) -> dict[str, Any]: ...
+Fields = dict[str, Any]  # of a job
+FIGURES_SECONDS = 1.0  # between figures, at most
 
 
 class Loop:
     """Runs a scheduler for the API at the other end of a connection, until that goes away."""
 
-    def __init__(self, connection: socket.socket, scheduler: Scheduler, job_of: Callable[[wire.Job], Any]) -> None:
+    def __init__(
+        self, connection: socket.socket, scheduler: Scheduler, job_of: Callable[[dict[str, Any]], Any]
+    ) -> None:
         self._connection, self._scheduler, self._job_of = connection, scheduler, job_of
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._stopped = False
         self._figures: dict[str, Any] = {}
-        self._figures_told = 0.0
+        self._figures_sent = 0.0
 
     def run(self, ready: dict[str, Any]) -> None:
-        self.tell({"ready": ready})
-        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        self.send({"ready": ready})
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         while not self._stopped:
-            self._obey_commands()
-            if told := self._scheduler.step() if self._scheduler.busy else []:
-                self.tell({"progress": [progress.to_dict() for progress in told]})
-            self._tell_figures()
+            self._run_commands()
+            if progress := self._scheduler.step() if self._scheduler.busy else []:
+                self.send({"progress": [one.to_dict() for one in progress]})
+            self._send_figures()
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self._connection.sendall(wire.line(message))
 
-    def _listen(self) -> None:
-        """In a thread of its own; without an API there is nobody to compute for, not even to the end of this step."""
+    def _read_commands(self) -> None:
+        """Runs in its own thread. When the API process is gone the engine ends at once, in the middle of a step."""
         with contextlib.suppress(ConnectionError):
             for line in self._connection.makefile("rb"):
                 self._commands.put(wire.message(line))
         os._exit(0)
 
-    def _obey_commands(self) -> None:
-        """All that have come; waits for one if there is nothing else to do."""
+    def _run_commands(self) -> None:
+        """All that have come; waits for one if there is no job."""
         try:
             if not self._scheduler.busy:
-                self._obey(self._commands.get(timeout=EVERY))
+                self._run_command(self._commands.get(timeout=FIGURES_SECONDS))
             while True:
-                self._obey(self._commands.get_nowait())
+                self._run_command(self._commands.get_nowait())
         except queue.Empty:
             return
 
-    def _obey(self, command: dict[str, Any]) -> None:
+    def _run_command(self, command: dict[str, Any]) -> None:
         if "submit" in command:
             self._submit(command["submit"])
         elif "cancel" in command:
@@ -87,34 +79,33 @@ class Loop:
         elif "stop" in command:
             self._stopped = True
 
-    def _submit(self, fields: wire.Job) -> None:
+    def _submit(self, fields: Fields) -> None:
         try:
             self._scheduler.submit(self._job_of(fields))
         except DraftGraphError as error:
-            self._refuse(fields, "usage" if isinstance(error, UsageError) else "overloaded", str(error))
+            self._refuse(fields["id"], "usage" if isinstance(error, UsageError) else "overloaded", str(error))
         except Exception as error:
             traceback.print_exc()
-            self._refuse(fields, "engine", one_line(error))
+            self._refuse(fields["id"], "engine", in_one_line(error))
 
-    def _refuse(self, fields: wire.Job, kind: str, why: str) -> None:
-        refusal = {"id": fields["id"], "finish_reason": "error", "error": {"kind": kind, "message": why}}
-        self.tell({"progress": [refusal]})
+    def _refuse(self, id: str, kind: Kind, why: str) -> None:
+        self.send({"progress": [Progress.failed(id, kind, why).to_dict()]})
 
-    def _tell_figures(self) -> None:
+    def _send_figures(self) -> None:
         figures, now = self._scheduler.figures(), time.monotonic()
         idle = not self._scheduler.busy
-        if now - self._figures_told >= EVERY or (idle and figures != self._figures):
-            self._figures, self._figures_told = figures, now
-            self.tell({"figures": figures})
+        if now - self._figures_sent >= FIGURES_SECONDS or (idle and figures != self._figures):
+            self._figures, self._figures_sent = figures, now
+            self.send({"figures": figures})
 
 
-def one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     said = " ".join(str(error).split())
     return said if isinstance(error, DraftGraphError) else f"{type(error).__name__}: {said}"[:500]
 
 
-def telling_faults(connection: socket.socket, work: Callable[[], None]) -> int:
-    """Does the work; what goes wrong is told in one line before the process ends. The exit status."""
+def reporting_faults(connection: socket.socket, work: Callable[[], None]) -> int:
+    """Does the work and returns the exit status; a fault is sent in one line before the process ends."""
     try:
         work()
     except ConnectionError:
@@ -122,7 +113,7 @@ def telling_faults(connection: socket.socket, work: Callable[[], None]) -> int:
     except BaseException as error:
         if not isinstance(error, DraftGraphError):
             traceback.print_exc()
-        connection.sendall(wire.line({"fault": one_line(error)}))
+        connection.sendall(wire.line({"fault": in_one_line(error)}))
         return FAULT
     return 0
 
@@ -130,7 +121,7 @@ def telling_faults(connection: socket.socket, work: Callable[[], None]) -> int:
 def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     """Loads a pair and answers jobs with it."""
     import draftgraph
-    from draftgraph.batching import Job, Limits, Scheduler
+    from draftgraph.batching import Limits, Scheduler
     from draftgraph.generation import context_window
 
     pair = draftgraph.load(**options["load"])
@@ -153,7 +144,7 @@ def main() -> None:
     options, descriptor = sys.argv[1:]
     logging.disable(logging.WARNING)  # of libraries; ours come as warnings
     connection = socket.socket(fileno=int(descriptor))
-    status = telling_faults(connection, lambda: serve_pair(connection, json.loads(options)))
+    status = reporting_faults(connection, lambda: serve_pair(connection, json.loads(options)))
     sys.stderr.flush()
     os._exit(status)  # threads of libraries may hold the interpreter back
 

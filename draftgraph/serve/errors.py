@@ -11,8 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from draftgraph.serve.submission import Failure
-
 RETRY_SECONDS = "1"
 SERVER_FAULT = "the server failed to answer: its log says more"
 
@@ -46,17 +44,20 @@ class ApiError(Exception):
         self.body: ErrorBody = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-class JSONAnswer(Response):
+def json_bytes(content: Any) -> bytes:
     """JSON that can always be written, lone surrogates and all."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
+
+class JSONAnswer(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+        return json_bytes(content)
 
 
 class ClientGone(Exception):
-    """Nobody is there to read the answer."""
+    """The client disconnected."""
 
 
 def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -64,8 +65,8 @@ def refusal(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def from_failure(kind: str, message: str) -> ApiError:
-    """What a failed job looks like to a client."""
+def failure(kind: str, message: str) -> ApiError:
+    """The answer to a job that failed; `kind` as in `Progress.error`, or "deadline" or "stopping"."""
     again = {"Retry-After": RETRY_SECONDS}
     if kind == "usage":
         return refusal(message)
@@ -87,10 +88,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> Response:
         return answer(error)
-
-    @app.exception_handler(Failure)
-    async def failed_job(request: Request, error: Failure) -> Response:
-        return answer(from_failure(error.kind, str(error)))
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:

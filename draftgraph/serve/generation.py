@@ -1,4 +1,4 @@
-"""A request under way: its jobs go to the engine, its answers' pieces come back."""
+"""A request under way: its jobs go to the engine; of each answer come text, log-probabilities and figures."""
 
 from __future__ import annotations
 
@@ -6,23 +6,139 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
-from draftgraph.serve.answer import Answer, Piece
+from draftgraph.batching.job import Job, Progress
 from draftgraph.serve.engine import Engine
-from draftgraph.serve.errors import from_failure
+from draftgraph.serve.errors import failure
+from draftgraph.serve.jobs import Prompts
 from draftgraph.serve.metrics import Metrics
-from draftgraph.serve.prompts import Prompts
-from draftgraph.serve.schemas.answers import Usage
-from draftgraph.serve.tokens import TokenNames
-from draftgraph.serve.wire import Job, Progress
+from draftgraph.serve.schemas import Finish, Usage
+from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.text import AnswerText, TokenNames
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token, how likely the model thought it, and where its text begins and ends in the answer."""
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, token: int, found: dict[str, Any] | None, start: int, end: int) -> TokenScore:
+        if found is None:  # nothing comes before the first token of a prompt
+            return cls(token, None, [], start, end)
+        top = [(int(other), finite(logprob)) for other, logprob in found["top"]]
+        return cls(token, finite(found["logprob"]), top, start, end)
+
+
+@dataclass
+class Delta:
+    """What one step adds to an answer."""
+
+    index: int
+    text: str = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    finish_reason: Finish | None = None
+    trace: dict[str, Any] | None = None
+
+    @property
+    def is_worth_sending(self) -> bool:
+        return bool(self.text or self.scores or self.finish_reason or self.trace)
+
+
+class Answer:
+    """Follows one job."""
+
+    def __init__(self, index: int, job: Job, names: TokenNames, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.index, self.job = index, job
+        self._names = names
+        self._text = AnswerText(tokenizer, stops)
+        self._scores: list[TokenScore] = []  # not sent yet
+        self._started = time.monotonic()
+        self.first_token_seconds: float | None = None
+        self.tokens = 0
+        self.steps = 0
+        self.sources: Counter[str] = Counter()
+        self.prompt_logprobs: list[dict[str, Any] | None] | None = None
+        self.stats: dict[str, Any] = {}
+        self.finish_reason: Finish | None = None
+
+    def take(self, progress: Progress) -> Delta:
+        delta = Delta(self.index)
+        self.prompt_logprobs = progress.prompt_logprobs or self.prompt_logprobs
+        self.stats = progress.stats or self.stats
+        if progress.tokens:
+            self.steps += 1
+            if self.first_token_seconds is None:
+                self.first_token_seconds = time.monotonic() - self._started
+        texts = self._take_tokens(progress)
+        delta.text = "".join(texts)
+        if progress.finish_reason is not None and not self._text.stopped:
+            delta.text += self._text.finish()
+            self.finish_reason = "length" if progress.finish_reason == "length" else "stop"
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        delta.finish_reason = self.finish_reason
+        delta.scores = self._ready_scores()
+        if self.job.trace:
+            delta.trace = self._trace(progress, texts)
+        return delta
+
+    def _take_tokens(self, progress: Progress) -> list[str]:
+        """The text that can be shown after each of them; none after a stop string."""
+        texts = []
+        for place, token in enumerate(progress.tokens):
+            is_the_end = progress.finish_reason == "stop" and place == len(progress.tokens) - 1
+            start = self._text.length
+            texts.append("" if is_the_end else self._text.push(token))
+            self.tokens += 1
+            self.sources[progress.sources[place]] += 1
+            if progress.logprobs is not None:
+                self._scores.append(TokenScore.of(token, progress.logprobs[place], start, self._text.length))
+            if self._text.stopped:
+                break
+        return texts
+
+    def _ready_scores(self) -> list[TokenScore]:
+        """Of tokens whose text can be sent; those of a stop string cannot."""
+        if self._text.stopped:
+            sent, self._scores = [one for one in self._scores if one.start < self._text.length], []
+        elif self.finish_reason is not None:
+            sent, self._scores = self._scores, []
+        else:
+            ready = sum(one.end <= self._text.released for one in self._scores)
+            sent, self._scores = self._scores[:ready], self._scores[ready:]
+        return sent
+
+    def _trace(self, progress: Progress, texts: list[str]) -> dict[str, Any]:
+        tokens = [
+            {"id": token, "text": text, "source": source}
+            for token, text, source in zip(progress.tokens, texts, progress.sources, strict=False)
+        ]
+        step = progress.step
+        if step is not None:
+            step = step | {"nodes": [node | {"text": self._names.text(node["token"])} for node in step["nodes"]]}
+        return {"index": self.index, "tokens": tokens, "step": step}
+
+
+def finite(logprob: float) -> float:
+    return max(float(logprob), LEAST_LOGPROB)
 
 
 class Server:
     """What routes need: made once."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, metrics: Metrics) -> None:
-        self.engine, self.metrics = engine, metrics
+    def __init__(self, settings: ServerSettings, engine: Engine, tokenizer: Any, metrics: Metrics) -> None:
+        self.settings, self.engine, self.metrics = settings, engine, metrics
         self.prompts, self.names = Prompts(tokenizer), TokenNames(tokenizer)
 
 
@@ -35,29 +151,28 @@ class Generation:
         self._jobs = jobs
         self._started = time.monotonic()
         self.answers = {
-            job["id"]: Answer(index, job, server.names, server.prompts.tokenizer, stops)
-            for index, job in enumerate(jobs)
+            job.id: Answer(index, job, server.names, server.prompts.tokenizer, stops) for index, job in enumerate(jobs)
         }
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Raises an ApiError if any of the jobs fails; closing it cancels what is left."""
-        async with self._server.engine.submit(self._jobs) as submission:
+        with closing(self._server.engine.submit(self._jobs)) as submission:
             async for progress in submission:
                 refuse_failed(progress)
                 answer = self.answers[progress.id]
-                piece = answer.take(progress)
+                delta = answer.take(progress)
                 if answer.finish_reason is not None:
                     if progress.finish_reason is None:
                         submission.cancel(progress.id)
                     self._server.metrics.count_answer(answer, time.monotonic() - self._started)
-                if piece.says_something:
-                    yield piece
+                if delta.is_worth_sending:
+                    yield delta
 
     def usage(self) -> Usage:
         answers = list(self.answers.values())
-        prompt = sum(len(job["tokens"]) for job in self._jobs if job["sample"] == 0)
+        prompt = sum(len(job.tokens) for job in self._jobs if job.sample == 0)
         completion = sum(answer.tokens for answer in answers)
-        reused = sum(int(one.stats.get("reused_tokens") or 0) for one in answers if one.job["sample"] == 0)
+        reused = sum(int(one.stats.get("reused_tokens") or 0) for one in answers if one.job.sample == 0)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -78,14 +193,14 @@ class Generation:
             "queue_seconds": max((answer.stats.get("queue_seconds") or 0.0 for answer in answers), default=0.0),
             "first_token_seconds": min((answer.first_token_seconds or seconds for answer in answers), default=seconds),
             "seconds": seconds,
-            "seed": self._jobs[0]["seed"] if self._jobs else None,
+            "seed": self._jobs[0].seed if self._jobs else None,
         }
 
 
 def refuse_failed(progress: Progress) -> None:
     if progress.error is not None:
-        raise from_failure(progress.error["kind"], progress.error["message"])
+        raise failure(progress.error["kind"], progress.error["message"])
     if progress.finish_reason == "deadline":
-        raise from_failure("deadline", "the answer took too long: ask for fewer tokens")
+        raise failure("deadline", "the answer took too long: ask for fewer tokens")
     if progress.finish_reason == "cancelled":
-        raise from_failure("stopping", "the request was cancelled")
+        raise failure("stopping", "the request was cancelled")

@@ -11,9 +11,8 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftgraph.serve.errors import ApiError, ClientGone, answer
-from draftgraph.serve.keys import Keys
 from draftgraph.serve.metrics import Metrics
-from draftgraph.serve.settings import ServerSettings, is_loopback
+from draftgraph.serve.settings import Keys, ServerSettings, is_loopback
 
 logger = logging.getLogger("draftgraph.serve")
 WATCHED = ("/health", "/ready", "/metrics")  # asked for every few seconds: not worth a line

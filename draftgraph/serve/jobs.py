@@ -1,39 +1,74 @@
-"""From a request and its prompt's tokens to the engine's jobs."""
+"""From a request to the engine's jobs: what it asks for is checked, its prompts become token ids."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import inspect
 import json
 import secrets
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from draftgraph.batching.job import Job
 from draftgraph.serve.errors import ApiError, refusal
-from draftgraph.serve.schemas import GenerationRequest
-from draftgraph.serve.schemas.chat import ResponseFormat
-from draftgraph.serve.schemas.common import SEEDS
+from draftgraph.serve.schemas import SEEDS, ChatRequest, CompletionRequest, GenerationRequest, Message, ResponseFormat
 from draftgraph.serve.settings import ServerSettings
-from draftgraph.serve.submission import Failure
-from draftgraph.serve.wire import Job, Ready
+from draftgraph.serve.wire import Ready
 
+NEW_TOKENS = 16  # of a completion, as OpenAI has it
 GREEDY_UNDER = 1e-5  # a temperature so low divides logits past what floats hold
 NO_WINDOW = 1 << 20  # of a model that names none
-AS_GIVEN = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+AS_GIVEN = {"top_p", "min_p", *PENALTIES, "logit_bias", "stop_token_ids", "ignore_eos"}
+TEMPLATE_ARGUMENTS = ("add_generation_prompt", "continue_final_message", "documents")
+ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
+T = TypeVar("T")
+
+
+async def chat_jobs(body: ChatRequest, prompts: Prompts, maker: JobMaker) -> list[Job]:
+    maker.check(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refusal("top_logprobs needs logprobs: true", "top_logprobs")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise refusal("max_tokens must be at least 1", "max_tokens")
+    grammar = await checked_grammar(body.response_format, prompts)
+    alternatives = (body.top_logprobs or 0) if body.logprobs else None
+    tokens = await prompts.of_chat(body)
+    return maker.jobs(body, tokens, max_tokens, logprobs=alternatives, grammar=grammar)
+
+
+async def completion_jobs(body: CompletionRequest, prompts: Prompts, maker: JobMaker) -> list[Job]:
+    maker.check(body)
+    maker.check_prompts(len(body.prompts))
+    if body.suffix:
+        raise refusal("suffix is not supported: text is only continued", "suffix")
+    if body.best_of is not None and body.best_of != body.choices:
+        raise refusal("best_of is not supported: ask for n answers", "best_of")
+    max_tokens = NEW_TOKENS if body.max_tokens is None else body.max_tokens
+    if not max_tokens and not body.echo:
+        raise refusal("max_tokens must be at least 1, or 0 with echo", "max_tokens")
+    grammar = await checked_grammar(body.response_format, prompts)
+    scores_prompt = body.echo and (body.logprobs is not None or not max_tokens)
+    more = {"logprobs": body.logprobs, "prompt_logprobs": (body.logprobs or 0) if scores_prompt else None}
+    jobs: list[Job] = []
+    for prompt in body.prompts:
+        tokens = await prompts.of_text(prompt) if isinstance(prompt, str) else prompt
+        jobs += maker.jobs(body, tokens, max_tokens, **more, grammar=grammar)
+    return jobs
 
 
 class JobMaker:
     """Checks what depends on the server's settings and on the model."""
 
-    def __init__(self, settings: ServerSettings, ready: Ready | None, tenant: str, prompt_field: str) -> None:
-        if ready is None:
-            raise Failure("engine", "the model is not ready: try again later")
+    def __init__(self, settings: ServerSettings, ready: Ready, tenant: str, prompt_field: str) -> None:
         self._settings, self._ready, self._tenant = settings, ready, tenant
         self._prompt_field = prompt_field
         self.seed = secrets.randbelow(SEEDS)
-
-    @property
-    def window(self) -> int:
-        return window_of(self._ready, self._settings)
 
     def check(self, request: GenerationRequest) -> None:
         settings = self._settings
@@ -57,31 +92,26 @@ class JobMaker:
         self._check_tokens(tokens, self._prompt_field)
         if request.seed is not None:
             self.seed = request.seed % SEEDS
-        common = self._sampling(request) | {
-            "tokens": list(tokens),
-            "tenant": self._tenant,
-            "max_tokens": self._checked_length(len(tokens), max_tokens),
-            "deadline": self._settings.deadline,
-            "trace": request.traced,
-            "config": request.draftgraph.config() if request.draftgraph else {},
-        }
-        return [common | more | {"id": uuid.uuid4().hex, "sample": sample} for sample in range(request.choices)]
-
-    def _sampling(self, request: GenerationRequest) -> dict[str, Any]:
         temperature = self._settings.temperature if request.temperature is None else request.temperature
-        given = {name: value for name in AS_GIVEN if (value := getattr(request, name)) is not None}
-        return given | {
-            "temperature": temperature if temperature >= GREEDY_UNDER else 0.0,
-            "top_k": max(0, request.top_k or 0),
-            "seed": self.seed,
-            "logit_bias": request.logit_bias or {},
-            "stop_token_ids": request.stop_token_ids or [],
-            "ignore_eos": request.ignore_eos,
-        }
+        job = Job(
+            id="",
+            tokens=tuple(tokens),
+            tenant=self._tenant,
+            max_tokens=self._checked_length(len(tokens), max_tokens),
+            temperature=temperature if temperature >= GREEDY_UNDER else 0.0,
+            top_k=max(0, request.top_k or 0),
+            seed=self.seed,
+            config=request.draftgraph.config() if request.draftgraph else {},
+            trace=request.traced,
+            deadline=self._settings.deadline,
+            **request.model_dump(include=AS_GIVEN, exclude_none=True),
+            **more,
+        )
+        return [replace(job, id=uuid.uuid4().hex, sample=sample) for sample in range(request.choices)]
 
     def _checked_length(self, prompt: int, wanted: int | None) -> int:
         """How many tokens to answer with: as many as wanted, or as there is room for."""
-        window = self.window
+        window = window_of(self._ready, self._settings)
         if not prompt:
             raise refusal("the prompt is empty: give some text", self._prompt_field)
         if prompt + (wanted if wanted is not None else 1) > window:
@@ -110,27 +140,96 @@ def unknown_model(name: str, settings: ServerSettings) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def grammar_of(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+async def checked_grammar(wanted: ResponseFormat | None, prompts: Prompts) -> dict[str, Any] | None:
     """What the answer must conform to, in the engine's terms."""
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return {"type": "json_object"}
-    if wanted.json_schema is None:
+        grammar: dict[str, Any] = {"type": "json_object"}
+    elif wanted.json_schema is None:
         raise refusal("response_format of type json_schema needs a json_schema", "response_format")
-    return {"type": "json_schema", "schema": wanted.json_schema.given}
+    else:
+        grammar = {"type": "json_schema", "schema": wanted.json_schema.given}
+    await prompts.aside(lambda: check_schema(grammar.get("schema", {"type": "object"})))
+    return grammar
 
 
-def check_grammar(grammar: dict[str, Any]) -> None:
-    """Refuses a schema that cannot be followed, before it takes a place in the queue."""
+def check_schema(schema: Any) -> None:
+    """Refuses one that cannot be followed, before it takes a place in the queue."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:
         raise refusal("this server cannot follow a grammar: llguidance is not installed", "response_format") from error
-    schema = grammar.get("schema", {"type": "object"})
     try:
         problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     except ValueError as error:
         problem = str(error)
     if problem:
         raise refusal(f"the JSON schema cannot be used: {problem.strip().splitlines()[0]}", "response_format")
+
+
+class Prompts:
+    """A tokenizer with a thread of its own: a long text must not hold up the streams of others."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+
+    async def of_text(self, text: str) -> list[int]:
+        return await self.aside(lambda: list(self.tokenizer(text)["input_ids"]))
+
+    async def of_chat(self, request: ChatRequest) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise refusal("this model has no chat template: use /v1/completions", "messages")
+        arguments = template_arguments(self.tokenizer, request)
+        messages = [template_message(message, place) for place, message in enumerate(request.messages)]
+        try:
+            return await self.aside(lambda: render(self.tokenizer, messages, arguments))
+        except Exception as error:  # a template may fail in any way over what it is given
+            said = " ".join(str(error).split())[:500]
+            raise refusal(f"the model's chat template refuses these messages: {said}", "messages") from error
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+    return list(tokenizer.apply_chat_template(messages, **arguments, return_dict=True)["input_ids"])
+
+
+def template_arguments(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - set(TEMPLATE_ARGUMENTS)
+    given = request.chat_template_kwargs or {}
+    if taken := own & given.keys():
+        raise refusal(f"chat_template_kwargs may not set {sorted(taken)[0]}", "chat_template_kwargs")
+    tools = None if request.tool_choice == "none" else request.tools
+    if request.tool_choice not in (None, "none", "auto"):
+        raise refusal("tool_choice can be auto or none: a call cannot be forced", "tool_choice")
+    defaults = {"add_generation_prompt": not given.get("continue_final_message")}
+    return {"tools": tools or None} | defaults | given
+
+
+def template_message(message: Message, place: int) -> dict[str, Any]:
+    """A message as chat templates know it: its content one text, arguments of calls as objects."""
+    found = message.model_dump()
+    found["role"] = ROLES.get(message.role, message.role)
+    found["content"] = message_text(message, f"messages.{place}.content")
+    if isinstance(calls := found.get("tool_calls"), list):
+        found["tool_calls"] = [template_call(call) for call in calls]
+    return found
+
+
+def message_text(message: Message, param: str) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            raise refusal(f"this model reads text only, not {part.type!r}", param)
+    return "\n".join(part.text or "" for part in message.content)
+
+
+def template_call(call: Any) -> Any:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        function = call["function"]
+        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+    return call

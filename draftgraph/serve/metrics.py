@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from draftgraph.serve.answer import Answer
-    from draftgraph.serve.wire import Progress
+    from draftgraph.batching.job import Progress
+    from draftgraph.serve.generation import Answer
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
@@ -33,9 +33,7 @@ class Metrics:
 
     def __init__(self, model_name: str, vllm_names: bool = False) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "draftgraph_requests", "Requests by route and status", ["route", "status"], registry=registry
-        )
+        self.requests = self._counter("requests", "Requests by route and status", ["route", "status"])
         self.request_seconds = self._histogram("request_seconds", "Until an answer is complete", SECONDS, ["route"])
         self.queue_seconds = self._histogram("queue_seconds", "Until a request had a place", SECONDS)
         self.first_token = self._histogram("time_to_first_token_seconds", "Until the first new token", SECONDS)
@@ -70,7 +68,7 @@ class Metrics:
 
     def count_answer(self, answer: Answer, seconds: float) -> None:
         """Of an answer that is complete."""
-        self.prompt_tokens.observe(len(answer.job["tokens"]))
+        self.prompt_tokens.observe(len(answer.job.tokens))
         self.new_tokens.observe(answer.tokens)
         self.passes.inc(answer.steps)
         for source, count in answer.sources.items():
@@ -84,7 +82,7 @@ class Metrics:
                 self.per_token.observe((seconds - answer.first_token_seconds) / (answer.tokens - 1))
 
     def count_stats(self, progress: Progress) -> None:
-        """Of a job that is done, as far as the engine tells."""
+        """Of a job that is done, from the engine's figures."""
         stats = progress.stats or {}
         if (waited := stats.get("queue_seconds")) is not None:
             self.queue_seconds.observe(waited)

@@ -1,4 +1,4 @@
-"""Starts the server and sees it through to its end."""
+"""Starts the server and sees it through to its end. This process has the tokenizer of the model, not its weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import logging
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
 import uvicorn
 from fastapi import FastAPI
 
-from draftgraph.errors import DraftGraphError
+from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.models.load import find_source, load_tokenizer
 from draftgraph.serve.app import create_app
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.settings import ServerSettings
@@ -76,7 +78,7 @@ def listening(settings: ServerSettings) -> socket.socket:
 
 @contextlib.contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Requests and the engine's fate, one line each; of libraries, warnings only."""
+    """Requests and failures of the engine, one line each; of libraries, warnings only."""
     before = logging.root.manager.disable
     logging.disable(logging.NOTSET)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -85,3 +87,18 @@ def logging_to_stderr() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def served_tokenizer(target: str | None) -> Any:
+    """The tokenizer that `draftgraph.load` would find for this target."""
+    source = find_source(target, "target", None, {"use_safetensors": True, "trust_remote_code": False})
+    tokenizer = load_tokenizer(source, trust_remote_code=False) or load_tokenizer(base_of(source))
+    if tokenizer is None:
+        raise UsageError(f"{target} has no tokenizer: a server needs one")
+    return tokenizer
+
+
+def base_of(source: str) -> str:
+    """The model under an adapter; any other is its own."""
+    file = Path(source) / "adapter_config.json"
+    return str(json.loads(file.read_text())["base_model_name_or_path"]) if file.is_file() else source

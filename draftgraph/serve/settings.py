@@ -1,11 +1,18 @@
-"""Every limit and switch of the server, in one place."""
+"""Every limit and switch of the server, and the API keys that it lets in."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftgraph.errors import UsageError
 
 MEBIBYTE = 1 << 20
+TENANT_LENGTH = 32
 
 
 @dataclass(frozen=True)
@@ -14,7 +21,7 @@ class ServerSettings:
 
     model_name: str = "draftgraph"
 
-    # where it listens, and to whom
+    # where it listens, and who is let in
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody who can connect is let in
@@ -23,7 +30,7 @@ class ServerSettings:
     log_prompts: bool = False
     vllm_metrics: bool = False  # figures of drafting also under vLLM's names
 
-    # what a request gets that does not say
+    # defaults of a request
     temperature: float = 1.0  # as OpenAI has it
     max_tokens: int | None = None  # of a chat; None: as many as the context window has room for
 
@@ -54,3 +61,47 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+class Keys:
+    """The keys that are let in; without any, everybody is."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [digest(key.encode()) for key in keys]
+
+    def tenant(self, authorization: bytes | None) -> str | None:
+        """A name for the bearer of a key that tells nothing of the key; None for a wrong key.
+
+        Takes as long for a wrong key as for a right one.
+        """
+        if not self._digests:
+            return ""
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given = digest(key.strip())
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        return given[:TENANT_LENGTH] if any(matches) and scheme.lower() == b"bearer" else None
+
+
+def digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
+    """Keys of a file, one a line, and of an environment variable, with commas between them."""
+    found = [key.strip() for key in (environment or "").split(",")]
+    if file is not None:
+        found += keys_of_file(file)
+    return tuple(dict.fromkeys(key for key in found if key))
+
+
+def keys_of_file(file: Path) -> list[str]:
+    try:
+        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"the keys in {file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: give a file with one key a line") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise UsageError(f"{file} has no keys: give a file with one key a line")
+    return keys

@@ -1,17 +1,24 @@
-"""The text of an answer while its tokens come: never half a character, and nothing that may be a stop string."""
+"""The text of tokens: of an answer while they come, and of a single token for log-probabilities."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from draftgraph.text import TextStream
 
 MOST_HELD = 64  # tokens that do not make a character: no real text needs this many
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a byte
+SPACE = "\u2581"  # and a space
 
 
 class AnswerText:
-    """Ends before the first stop string. Which one that is does not depend on how many tokens come at once."""
+    """Never half a character, nor what may be the beginning of a stop string; ends before the first of those.
+
+    Which stop string is the first does not depend on how many tokens come at once.
+    """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._stream, self._stops = TextStream(tokenizer), stops
@@ -62,10 +69,42 @@ def first_to_end(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 
 def longest_beginning(text: str, stops: Sequence[str]) -> int:
     """How many of the last characters are the beginning of a stop string."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
+    beginnings = (length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length]))
+    return max(beginnings, default=0)
+
+
+class TokenNames:
+    """What the tokens of one tokenizer are called: their bytes, and a text for those."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # as GPT-2 and its successors write bytes
+
+        self._tokenizer = tokenizer
+        self._byte_of = {sign: bytes([byte]) for byte, sign in bytes_to_unicode().items()}
+        self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._is_byte_level = "Ġ" in tokenizer.get_vocab()
+        self.bytes = lru_cache(maxsize=65536)(self._bytes)
+
+    def text(self, token: int) -> str:
+        """Half a character shows as a replacement character."""
+        return self.bytes(token).decode("utf-8", "replace")
+
+    def key(self, token: int) -> str:
+        """Tells apart tokens that are no text of their own, in the way that OpenAI does."""
+        found = self.bytes(token)
+        try:
+            return found.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def _bytes(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # vocabularies are padded
+            return b""
+        if self._is_byte_level:
+            return b"".join(self._byte_of.get(sign) or sign.encode() for sign in name)
+        if byte := BYTE.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        return str(name).replace(SPACE, " ").encode()

@@ -1,19 +1,20 @@
-"""What the API and the engine process tell each other: JSON objects, one a line."""
+"""The messages between the API and the engine process: JSON objects, one a line."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from draftgraph.batching.job import Progress
+
 LONGEST_LINE = 256 * 1024 * 1024  # the log-probabilities of a long prompt are long
-Job = dict[str, Any]  # the fields of draftgraph.batching.Job, which would import torch
-Told = TypeVar("Told", bound="Ready | Progress")
+Message = TypeVar("Message", bound="Ready | Progress")
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What an engine says when it can answer."""
+    """The first message of an engine: it can answer."""
 
     model: str
     context_window: int | None
@@ -22,25 +23,6 @@ class Ready:
     device: str = "cpu"
     dtype: str = "float32"
     mode: str = "auto"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What happened to one job in one step."""
-
-    id: str
-    tokens: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)  # of each token
-    logprobs: list[dict[str, Any]] | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
-    finish_reason: str | None = None
-    error: dict[str, str] | None = None
-    step: dict[str, Any] | None = None
-    stats: dict[str, Any] | None = None
-
-    @classmethod
-    def failed(cls, id: str, kind: str, message: str) -> Progress:
-        return cls(id, finish_reason="error", error={"kind": kind, "message": message})
 
 
 def line(message: dict[str, Any]) -> bytes:
@@ -54,7 +36,7 @@ def message(line: bytes) -> dict[str, Any]:
     return found
 
 
-def read(kind: type[Told], values: dict[str, Any]) -> Told:
-    """Fields that this side does not know are left out."""
+def read(kind: type[Message], values: dict[str, Any]) -> Message:
+    """A message as an object; fields that this version does not have are left out."""
     known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})

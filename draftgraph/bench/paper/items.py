@@ -63,13 +63,12 @@ class Item:
     share: float = 1.0  # of the prompts: items with many modes take fewer
 
     def prompts_of(self, tasks: Mapping[str, Sequence[str]], most: int) -> dict[str, list[str]]:
-        """Of the tasks that are there: at least one of each."""
-        count = max(1, round(self.share * most))
-        return first_prompts(tasks, self.tasks, count)
+        """At least one prompt of every task that is present."""
+        return first_prompts(tasks, self.tasks, max(1, round(self.share * most)))
 
 
 def first_prompts(tasks: Mapping[str, Sequence[str]], names: Sequence[str], most: int) -> dict[str, list[str]]:
-    """Of the tasks of these names that are there."""
+    """The first prompts of those tasks that are present."""
     return {name: list(tasks[name][:most]) for name in names if name in tasks}
 
 
@@ -89,7 +88,7 @@ def draft_item(name: str) -> Item:
 
 
 def refuse_draft_names(names: Iterable[str]) -> None:
-    """Drafts are kept in folders of their names."""
+    """A draft's name becomes the name of a folder."""
     for name in names:
         if name in OWN_DRAFTS:
             raise UsageError(f"another draft cannot be named {name}: that one is measured anyway")

@@ -8,15 +8,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from draftgraph.bench.paper.best_setting import search_best
-from draftgraph.bench.paper.draft_sizes import compare_drafts
-from draftgraph.bench.paper.items import ITEMS, MAIN, SIZES, Item, Size, refuse_draft_names
-from draftgraph.bench.paper.looking import look_into_answers
-from draftgraph.bench.runs import FILE, PLAIN, Place, Record, all_places, digest, of_kind, records_in
-from draftgraph.bench.speed import Deadline, bench_run, inflated_pair, mark_of
-from draftgraph.bench.speed_report import answers_to_rescore
-from draftgraph.distillation.folders import claimed, held_alone
+from draftgraph.bench.paper import items
+from draftgraph.bench.paper.findings import SEARCH, SIZES_FILE, known_sizes, report_in
+from draftgraph.bench.paper.items import Item, Size
+from draftgraph.bench.paper.probes import look_into_answers
+from draftgraph.bench.reporting import write_files
+from draftgraph.bench.runs import FILE, PLAIN, Deadline, Place, Record, all_places, digest, of_kind, records_in
+from draftgraph.bench.searching import ROUNDS, OutOfTime, answers_of_a_round, asked_for, need_optuna, search
+from draftgraph.bench.speed import bench_run, inflated_pair, mark_of
+from draftgraph.bench.speed_report import answers_to_rescore, label_of
+from draftgraph.decoder import weights_read
 from draftgraph.errors import UsageError
+from draftgraph.files import claimed, held_alone
+from draftgraph.notices import notice
 from draftgraph.pair import Pair
 
 LEAST = 1.0  # second: with less nothing is begun
@@ -28,13 +32,13 @@ def bench_paper(
     out: str | Path,
     *,
     drafts: Mapping[str, Any] | None = None,
-    size: Size = SIZES["full"],
+    size: Size = items.SIZES["full"],
     inflate: str | None = None,
     seed: int = 0,
     seconds: float | None = None,
     names: Mapping[str, str | None] | None = None,
 ) -> bool:
-    """Measures what is missing in `out`, until it is done or `seconds` are over: whether it is done.
+    """Measures what is missing in `out`, for `seconds` at most; returns whether the study is complete.
 
     `drafts` are further draft models by name, to be compared by their size.
 
@@ -42,13 +46,13 @@ def bench_paper(
     """
     if pair.draft is None:
         raise UsageError("the paper's study needs a draft model: load the pair with one")
-    if not any(name in tasks for name in MAIN):
-        raise UsageError(f"none of the paper's tasks is there: name files after {', '.join(MAIN)}")
-    refuse_draft_names(drafts or ())
+    if not any(name in tasks for name in items.MAIN):
+        raise UsageError(f"none of the paper's tasks is there: name files after {', '.join(items.MAIN)}")
+    items.refuse_draft_names(drafts or ())
     folder = Path(out).expanduser()
     study = Study(pair, tasks, folder, size, inflate, seed, dict(names or {}), Deadline(seconds))
     with claimed(folder, "--out"), held_alone(folder, "bench paper"):
-        done = [study.times(item) for item in ITEMS]
+        done = [study.times(item) for item in items.ITEMS]
         done += [compare_drafts(study, drafts or {}), search_best(study)]
         long_answer = study.usual_seconds() * size.long_tokens / size.new_tokens
         done += [study.has_time(long_answer) and look_into_answers(pair, tasks, folder, size, seed, study.deadline)]
@@ -71,7 +75,7 @@ class Study:
     _large: tuple[tuple[Any, Any], Pair] | None = None
 
     def times(self, item: Item, pair: Pair | None = None, names: Mapping[str, str | None] | None = None) -> bool:
-        """Whether all of it is measured."""
+        """Times an item; returns whether all of it is measured."""
         pair, names = pair or self.pair, dict(self.names) | dict(names or {})
         prompts = item.prompts_of(self.tasks, self.size.prompts)
         repeats = self.size.repeats if item.name == "main" else 1
@@ -107,21 +111,19 @@ class Study:
         records = records_in(folder / FILE)
         weights = None if pair.draft is None else mark_of(pair.draft)
         own = {"modes": [PLAIN, *item.modes], "temperature": item.temperature, "draft_weights": weights}
-        asked = {
-            (place, digest(prompts[place.task][place.prompt]))
-            for place in all_places(prompts, [PLAIN, *item.modes], repeats)
-        }
+        places = all_places(prompts, [PLAIN, *item.modes], repeats)
+        asked = {(place, digest(prompts[place.task][place.prompt])) for place in places}
         known = {(Place.of(run), run["prompt_digest"]) for run in of_kind(records, "run")}
         same = records[0] == {"kind": "configuration"} | self.here | names | own
         return same and asked <= known and not answers_to_rescore(records)
 
     def has_time(self, seconds: float = LEAST) -> bool:
-        """For something that takes so long. What takes most of any call is begun early in one."""
+        """Whether there is time for work that takes so long; long work is begun in the first half of a call."""
         left, given = self.deadline.left, self.deadline.seconds
         return left is None or given is None or left >= max(LEAST, min(seconds, given / 2))
 
     def usual_seconds(self) -> float:
-        """Of an answer in the main item, so far."""
+        """The median time of an answer in the main item."""
         file = self.folder / "main" / FILE
         runs = of_kind(records_in(file), "run") if file.exists() else []
         return median(run["first_token_seconds"] + run["seconds"] for run in runs) if runs else 0.0
@@ -132,3 +134,52 @@ class Study:
             target = self._large[1].target if self._large else inflated_pair(pair, self.inflate).target
             self._large = (pair.target, pair.draft), Pair(target, pair.draft, pair.tokenizer)
         return self._large[1]
+
+
+def compare_drafts(study: Study, others: Mapping[str, Any]) -> bool:
+    """Times every draft; returns whether all are measured."""
+    pair = study.pair
+    drafts = {items.NO_DRAFT: None, items.PAIRS_DRAFT: pair.draft, items.TARGET_ITSELF: pair.target} | dict(others)
+    if pair.draft is pair.target:
+        del drafts[items.TARGET_ITSELF]
+    sizes = {name: 0 if draft is None else weights_read(draft) for name, draft in drafts.items()}
+    write_files(study.folder / items.DRAFTS, {SIZES_FILE: known_sizes(study.folder) | sizes})
+    done = []
+    for name, draft in drafts.items():
+        names = {} if name == items.PAIRS_DRAFT else {"draft": None if draft is None else name}
+        done.append(study.times(items.draft_item(name), Pair(pair.target, draft, pair.tokenizer), names))
+    return all(done)
+
+
+def search_best(study: Study) -> bool:
+    """Returns whether the search is complete; without Optuna it is left out."""
+    try:
+        need_optuna()
+    except UsageError as error:
+        notice(f"open question 3 is left out: {error}")
+        return True
+    prompts = items.first_prompts(study.tasks, items.MAIN, study.size.searched_prompts)
+    known = report_in(study.folder)
+    if len(known["trials"]) >= study.size.trials and known["rounds"] >= ROUNDS:
+        found, asked = known["configuration"], asked_for(prompts, study.size.new_tokens, study.seed)
+        here = {name: value for name, value in study.here.items() if name in found}
+        if found == found | here | asked:  # it need not be opened: its circumstances are those of the items
+            return True
+    # A round is the longest that a search does without looking at the clock.
+    if not study.has_time(answers_of_a_round(sum(map(len, prompts.values()))) * study.usual_seconds()):
+        return False
+    try:
+        report = search(
+            study.large(study.pair),
+            prompts,
+            study.folder / SEARCH,
+            trials=study.size.trials,
+            max_new_tokens=study.size.new_tokens,
+            seconds=study.deadline.left,
+            seed=study.seed,
+            names=dict(study.names) | {"inflated": label_of(study.inflate)},
+            compare_early=False,
+        )
+    except OutOfTime:
+        return False
+    return len(report.trials) >= study.size.trials and report.rounds >= ROUNDS

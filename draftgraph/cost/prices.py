@@ -1,0 +1,254 @@
+"""The prices that `auto` decides by: measured when first needed, kept on disk, measured again if they drift."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from draftgraph import __version__, private
+from draftgraph.config import CostModel, GraphConfig
+from draftgraph.cost.latency import Latencies, MeasuredCost
+from draftgraph.cost.measure import SECONDS
+from draftgraph.cost.sharing import in_seconds
+from draftgraph.engine.borrowing import unwrapped
+from draftgraph.engine.protocol import Engine
+from draftgraph.files import cache_dir, replacing
+from draftgraph.hardware import available_cores, device_name, digest
+from draftgraph.notices import notice
+from draftgraph.stats import Stats
+
+FORMAT = 2
+NAMES = ("_name_or_path", "transformers_version", "draftgraph_token_map")  # tell weights apart, not what they cost
+
+Key = dict[str, Any]
+_sizes: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()  # looked at once
+
+STEPS = 50  # that are judged together
+OFF = 0.25
+PAUSE = 300.0  # seconds between two measurements, and before the first: a short session does not wait for one
+
+SMALLEST = 1 << 22  # weights that a pass reads: the overhead of a smaller model is all that could be measured
+Measure = Callable[[], Latencies]
+
+
+class Watch:
+    """Asks for another measurement when steps take longer, or less, than their prices say.
+
+    Some of a step is not priced: processors, copies, what stands by. So if a new measurement leaves the ratio as it
+    was, that ratio is the usual one from then on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.usual = 1.0
+        self.ratio = 1.0  # observed to predicted, in the last steps that were judged
+        self._clock = clock
+        self._off = False
+        self._before: float | None = None  # the ratio that the last measurement was to mend
+        self._measured_at = clock()
+        self._stats: Stats | None = None
+        self._seen: tuple[float, ...] = ()
+        self._begin()
+
+    @property
+    def due(self) -> bool:
+        return self._off and self._clock() - self._measured_at >= PAUSE
+
+    def measured(self) -> None:
+        self._before = self.ratio if self._off else None
+        self._measured_at = self._clock()
+        self._begin()
+
+    def follow(self, stats: Stats, cost: Any) -> None:
+        """Called when a step begins: looks at those before it."""
+        seconds = sum(stats.seconds.values()) - stats.seconds["prefill"]
+        now = (stats.steps, stats.draft_passes, stats.draft_tokens, stats.verified_tokens, seconds)
+        if stats is self._stats and stats.steps == self._seen[0] + 1:
+            _, passes, fed, checked, taken = (after - before for after, before in zip(now, self._seen, strict=True))
+            self.add(cost.of_step(int(passes), int(fed), int(checked)), taken)
+        self._stats, self._seen = stats, now
+
+    def add(self, predicted: float, observed: float) -> None:
+        self._steps += 1
+        self._predicted += predicted
+        self._observed += observed
+        if self._steps == STEPS:
+            self._judge()
+
+    def _judge(self) -> None:
+        self.ratio = self._observed / self._predicted
+        self._begin()
+        self._off = not near(self.ratio, self.usual)
+        if self._off and self._before is not None and near(self.ratio, self._before):
+            self.usual, self._off = self.ratio, False
+
+    def _begin(self) -> None:
+        self._steps, self._predicted, self._observed, self._off = 0, 0.0, 0.0, False
+
+
+def near(ratio: float, other: float) -> bool:
+    return abs(ratio / other - 1.0) <= OFF
+
+
+class Pricing(Protocol):
+    """Gives the prices of a step."""
+
+    name: str
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether the time of steps can be compared with them."""
+
+    def at(self, context: int) -> CostModel:
+        """Behind a text of so many tokens."""
+
+    def follow(self, stats: Stats, cost: CostModel) -> None:
+        """Called when a step of a sequence alone begins: compares what those before it took with what they cost."""
+
+
+@dataclass
+class FixedPricing:
+    """Prices that somebody chose."""
+
+    cost: CostModel
+    name: str
+
+    @property
+    def in_seconds(self) -> bool:
+        return in_seconds(self.cost)
+
+    def at(self, context: int) -> CostModel:
+        return self.cost.at(context) if isinstance(self.cost, MeasuredCost) else self.cost
+
+    def follow(self, stats: Stats, cost: CostModel) -> None: ...
+
+
+@dataclass
+class MeasuredPricing:
+    """Prices of one pair on this machine, for every decoder of this process."""
+
+    key: Key
+    cost: MeasuredCost | None = None
+    watch: Watch = field(default_factory=Watch)
+    failed: bool = False
+    name: str = "measured"
+    in_seconds: bool = True
+
+    def at(self, context: int) -> CostModel:
+        assert self.cost is not None
+        return self.cost.at(context)
+
+    def follow(self, stats: Stats, cost: CostModel) -> None:
+        self.watch.follow(stats, cost)
+
+    def prepare(self, nodes: int, measure: Measure) -> bool:
+        """Reads or measures what is missing for passes of so many nodes; False if that cannot be done."""
+        if self.cost is None and (known := read(self.key)) is not None:
+            self.cost = MeasuredCost(known)
+        missing = self.cost is None or self.cost.latencies.bound < nodes
+        if (missing or self.watch.due) and not self.failed:
+            what = "measuring what passes cost on this machine, once"
+            if not missing:
+                what = f"steps take {self.watch.ratio:.1f} times what was measured: measuring again"
+            notice(f"{what} ({SECONDS:.0f} to {2 * SECONDS:.0f} seconds)")
+            try:
+                self.renew(measure)
+            except Exception as error:  # whatever it is, decoding does without
+                self.failed = True
+                notice(f"passes cannot be measured ({type(error).__name__}: {error}): going on without")
+        return self.cost is not None
+
+    def renew(self, measure: Measure) -> Latencies:
+        """Measures now, and keeps the result."""
+        latencies = measure()
+        write(self.key, latencies)
+        self.cost = MeasuredCost(latencies)
+        self.watch.measured()
+        return latencies
+
+
+_shared: dict[Path, MeasuredPricing] = {}  # by the file that keeps them
+
+
+def pricing_for(
+    config: GraphConfig, flat: CostModel, weights: int, key: Callable[[], Key], measure: Measure
+) -> Pricing:
+    """What a request with this configuration is to decide by, for a target that reads so many weights in a pass."""
+    if isinstance(config.cost, CostModel):
+        return FixedPricing(config.cost, "measured" if in_seconds(config.cost) else type(config.cost).__name__)
+    if config.mode == "auto" and config.cost == "measured" and weights >= SMALLEST:
+        measured = measured_pricing(key())
+        if measured.prepare(config.nodes, measure):
+            return measured
+    return FixedPricing(flat, "flat")
+
+
+def measured_pricing(key: Key) -> MeasuredPricing:
+    return _shared.setdefault(file_of(key), MeasuredPricing(key))
+
+
+def key_of(target: tuple[Any, Engine], draft: tuple[Any, Engine] | None) -> Key:
+    """Two measurements with one key may stand for each other."""
+    return {
+        "format": FORMAT,
+        "draftgraph": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device_name(target[1].device),
+        "threads": torch.get_num_threads(),
+        "cores": available_cores(),
+        "float32": torch.get_float32_matmul_precision(),
+        "target": identity(*target),
+        "draft": None if draft is None else identity(*draft),
+    }
+
+
+def identity(model: Any, engine: Engine) -> dict[str, str]:
+    """A model by its architecture, sizes and number formats; retrained, it is the same one."""
+    inner = unwrapped(model)
+    if model not in _sizes:
+        settings = {name: value for name, value in inner.config.to_dict().items() if name not in NAMES}
+        weights = [*model.named_parameters(), *model.named_buffers()]
+        formats = [(name, type(one.data).__name__, list(one.shape), one.dtype, one.device) for name, one in weights]
+        _sizes[model] = {"settings": digest(settings), "weights": digest(formats)}
+    return {
+        "class": type(inner).__name__,
+        "engine": f"{type(engine).__name__}{', captured' * engine.captured}{', chains' * (not engine.branching)}",
+        "attention": str(private.attention_of(inner.config)),
+        "dtype": str(inner.dtype),
+    } | _sizes[model]
+
+
+def file_of(key: Key) -> Path:
+    return cache_dir() / "costs" / f"{digest(key)}.json"
+
+
+def read(key: Key) -> Latencies | None:
+    """What was measured for this key; a file that is damaged, or not for it, counts for nothing."""
+    file = file_of(key)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["key"] != key:
+            raise ValueError("it is of another machine or model")
+        return Latencies.from_dict(content["latencies"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        notice(f"cannot use {file} ({type(error).__name__}: {error}): passes are measured again")
+        return None
+
+
+def write(key: Key, latencies: Latencies) -> None:
+    file = file_of(key)
+    with suppress(OSError):  # only time is lost
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps({"key": key, "latencies": latencies.to_dict()}, indent=1), encoding="utf-8")

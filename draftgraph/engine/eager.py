@@ -1,0 +1,173 @@
+"""The reference engine: plain forward passes of the user's own module with masks, a cache for every sequence.
+
+It serves any decoder-only model with a rewindable cache, also those that paged passes cannot serve: models that do not
+look their attention up in the registry, that count positions themselves, or whose rotary embedding changes with length.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.engine.attention import graph_masks
+from draftgraph.engine.borrowing import NarrowLinears, adapters, unwrapped
+from draftgraph.engine.cache import SlotCache
+from draftgraph.engine.protocol import PREFILL_CHUNK, PassResult, Segment
+from draftgraph.engine.rope import RopeSwitch
+from draftgraph.graph import Bools, Ints
+
+
+class EagerEngine:
+    """See `Engine`."""
+
+    asynchronous = captured = False
+    widths: tuple[int, ...] = ()
+    slots = used = 0
+
+    def __init__(self, model: Any, branching: bool = True, offsets: bool = True) -> None:
+        self.model, self.branching = model, branching
+        self.offsets = offsets  # whether the model can be told the text's length per token
+        self.switch = RopeSwitch.of(model)
+        self.most = None if self.switch is None else 1  # the model remembers the length of the text that it last saw
+        self.config = model.config.get_text_config(decoder=True)
+        self.linears = NarrowLinears(model, ("cpu",))
+        parameters = inspect.signature(unwrapped(model).forward).parameters
+        self.takes_positions = "position_ids" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+    def open(self, tenant: str = "") -> EagerContext:
+        return EagerContext(self)
+
+    def run(self, segments: Sequence[Segment]) -> list[PassResult]:
+        """One sequence after the other."""
+        found = [(one, one.context.forward(one.tokens, one.depths, one.visible)) for one in segments]
+        return [PassResult(logits if one.scored else logits[:0]) for one, logits in found]
+
+    def wait(self) -> None: ...
+
+    def has_room(self, tokens: int) -> bool:
+        return True
+
+    def reserve(self, slots: int) -> None: ...
+
+    def prepare(self, sequences: int, reading_only: bool = False) -> None: ...
+
+
+class EagerContext:
+    """See `Context`."""
+
+    expected = 0
+
+    def __init__(self, engine: EagerEngine) -> None:
+        self.engine = engine
+        self.text: list[int] = []
+        self.scratch = 0
+        self._scratch_depths: list[int] = []
+        self._cache = SlotCache()
+        self._adapters = adapters(engine.model)
+
+    def begin(self, length: int, reuse: bool) -> None:
+        engine = self.engine
+        engine.linears.begin()
+        known, self._adapters = self._adapters, adapters(engine.model)
+        crosses = engine.switch is not None and max(length, len(self.text)) > engine.switch.boundary
+        if not reuse or crosses or known != self._adapters:
+            self.rewind(0)
+            if engine.switch and engine.switch.changes_always:  # it keeps the longest length until it sees a short one
+                self._run([0], [0], None, keep=1)
+                self.rewind(0)
+
+    def begin_with(self, tokens: list[int], following: int) -> int:
+        """Reads it all at once: its rotary embedding may depend on the length."""
+        self.prefill(tokens, None, following)
+        return 0
+
+    def publish(self) -> None: ...
+
+    def close(self) -> None:
+        self.rewind(0)
+
+    def reserve(self, capacity: int) -> None:
+        self._cache.reserve(capacity)
+
+    def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None:
+        if self.engine.switch and tokens:  # its frequencies are those of the longest position, as in `generate`
+            extra = [] if following is None else [following]
+            self._run([*tokens, *extra], range(len(tokens) + len(extra)), None, keep=1)
+            return self.commit(list(range(len(tokens))), tokens)
+        chunk = chunk or PREFILL_CHUNK
+        for start in range(0, len(tokens), max(chunk, 1)):
+            piece = tokens[start : start + chunk]
+            self._run(piece, range(len(piece)), None, keep=1)
+            self.commit(list(range(len(piece))), piece)
+
+    def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
+        """Logits [nodes, vocabulary] of nodes `depths` behind the text; row i of `visible` [nodes, scratch after
+        this pass] marks the scratch slots that node i sees, itself among them. All of the text is seen."""
+        switch, length = self.engine.switch, len(self.text)
+        if switch and not self.scratch and switch.crossed_by(length, length + int(depths.max())):
+            self._recompute(int(tokens[0]))
+        sequential = self.scratch + np.arange(len(tokens))
+        is_chain = bool((depths == sequential).all()) and bool(visible.sum() == (sequential + 1).sum())
+        return self._run(tokens.tolist(), depths.tolist(), None if is_chain else visible)
+
+    def commit(self, slots: list[int], tokens: list[int]) -> None:
+        self._cache.gather(len(self.text), slots)
+        self.text.extend(tokens)
+        self.scratch = 0
+        self._scratch_depths.clear()
+
+    def forget(self, scratch: int) -> None:
+        self.scratch = scratch
+        del self._scratch_depths[scratch:]
+
+    def rewind(self, length: int) -> None:
+        self._cache.rewind(length)
+        del self.text[length:]
+        self.scratch = 0
+        self._scratch_depths.clear()
+
+    def depth_limit(self, root: int) -> int | None:
+        return self.engine.switch.depth_limit(root) if self.engine.switch else None
+
+    def _recompute(self, next_token: int) -> None:
+        # The switch looks at the largest position of a pass, so the next token must be in it.
+        text = self.text.copy()
+        self.rewind(0)
+        self._run([*text, next_token], range(len(text) + 1), None, keep=1)
+        self.commit(list(range(len(text))), text)
+
+    def _run(self, tokens: list[int], depths: Any, visible: Bools | None, keep: int = 0) -> Tensor:
+        engine, length = self.engine, len(self.text)
+        device = engine.device
+        self._scratch_depths.extend(depths)
+        arguments: dict[str, Any] = {"input_ids": torch.tensor([tokens], device=device), "use_cache": True}
+        positions = length + torch.tensor(self._scratch_depths, device=device)
+        if engine.takes_positions:
+            arguments["position_ids"] = positions[None, self.scratch :]
+        if keep and engine.takes_logits_to_keep:
+            arguments["logits_to_keep"] = keep
+        offsets = None
+        if visible is not None:
+            seen = torch.ones((len(tokens), length + len(positions)), dtype=torch.bool, device=device)
+            seen[:, length:] = torch.from_numpy(visible).to(device)
+            keys = torch.cat([torch.arange(length, device=device), positions])
+            given = (engine.config, seen, positions[self.scratch :], keys, engine.model.dtype)
+            arguments["attention_mask"] = graph_masks(*given)
+            if engine.offsets:
+                offsets = positions[self.scratch :] - torch.arange(len(tokens), device=device)
+        self._cache.offsets = offsets
+        self._cache.rewind(length + self.scratch)  # drops what an interrupted pass may have left
+        with engine.linears.borrowed(len(tokens)):
+            logits = engine.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
+        self.scratch += len(tokens)
+        return logits  # type: ignore[no-any-return]

@@ -1,0 +1,91 @@
+"""The best few tokens of every row of logits, and their probabilities: what a level of a draft is for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftgraph.kernels.triton_or_stub import available, tl, triton
+
+PART = 2048  # columns that one program searches
+
+
+def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Columns and log-probabilities of the k best of each row, best first. # [rows, k] int64, [rows, k] float32"""
+    k = min(k, logits.shape[-1])
+    return best_tokens_triton(logits, k) if logits.is_cuda and available else best_tokens_reference(logits, k)
+
+
+def best_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same, with the logits themselves."""
+    k = min(k, logits.shape[-1])
+    if logits.is_cuda and available and logits.dtype != torch.float64:
+        return best_tokens_triton(logits, k, normalised=False)
+    best = torch.topk(logits, k)
+    return best.indices, best.values
+
+
+def best_tokens_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    best = torch.topk(torch.log_softmax(logits.float(), dim=-1), k)
+    return best.indices, best.values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(  # type: ignore[no-untyped-def]
+    logits, row_stride, columns, values, places, sums, k, parts, part: tl.constexpr
+):
+    """The k largest of a part of a row, largest first, and the part's sum of exponentials over its largest."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = piece * part + tl.arange(0, part)
+    score = tl.load(logits + row * row_stride + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+    highest = tl.max(score, axis=0)
+    shifted = tl.where(highest > -float("inf"), score - highest, -float("inf"))
+    tl.store(sums + row * parts + piece, tl.sum(tl.exp(shifted), axis=0))
+    for rank in range(k):
+        value, place = tl.max(score, axis=0, return_indices=True)
+        tl.store(values + (row * parts + piece) * k + rank, value)
+        # Where a row is no numbers any place may be found, also one behind its end.
+        tl.store(places + (row * parts + piece) * k + rank, tl.minimum(piece * part + place, columns - 1))
+        score = tl.where(tl.arange(0, part) == place, -float("inf"), score)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    values, places, sums, tokens, scores, k, parts, found: tl.constexpr, pieces: tl.constexpr, normalised: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    index, piece = tl.arange(0, found), tl.arange(0, pieces)
+    value = tl.load(values + row * parts * k + index, mask=index < parts * k, other=-float("inf"))
+    total = 0.0
+    if normalised:
+        highest = tl.max(value, axis=0)
+        first = tl.load(values + (row * parts + piece) * k, mask=piece < parts, other=-float("inf"))
+        weight = tl.load(sums + row * parts + piece, mask=piece < parts, other=0.0)
+        total = highest + tl.log(tl.sum(tl.exp(first - highest) * weight, axis=0))
+    for rank in range(k):
+        best, place = tl.max(value, axis=0, return_indices=True)
+        tl.store(scores + row * k + rank, best - total)
+        found_at = tl.minimum(place, parts * k - 1)
+        tl.store(tokens + row * k + rank, tl.load(places + row * parts * k + found_at).to(tl.int64))
+        value = tl.where(index == place, -float("inf"), value)
+
+
+def best_tokens_triton(logits: Tensor, k: int, normalised: bool = True) -> tuple[Tensor, Tensor]:
+    """Parts of a row are searched by programs of their own, then put together."""
+    rows, columns = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    parts = triton.cdiv(columns, PART)
+    values, places, sums = (
+        torch.empty(shape, dtype=dtype, device=logits.device)
+        for shape, dtype in (
+            ((rows, parts, k), torch.float32),
+            ((rows, parts, k), torch.int32),
+            ((rows, parts), torch.float32),
+        )
+    )
+    tokens = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
+    scores = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
+    _search[(rows, parts)](logits, logits.stride(0), columns, values, places, sums, k, parts, part=PART, num_warps=4)
+    found, pieces = triton.next_power_of_2(parts * k), triton.next_power_of_2(parts)
+    _join[(rows,)](values, places, sums, tokens, scores, k, parts, found, pieces, normalised, num_warps=4)
+    return tokens, scores

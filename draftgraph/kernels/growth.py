@@ -1,0 +1,274 @@
+"""Trees that grow on a device, a level at a time, those of many sequences side by side.
+
+The rule is that of `proposers.growth` with a fixed width: every level expands the likeliest nodes that are still open,
+whatever their depth. `choose` takes them, a pass of the draft follows, and `note` writes down their children.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from draftgraph.graph import WORD
+from draftgraph.kernels.attention import PAGE_SIZE, PagedPass
+from draftgraph.kernels.triton_or_stub import available, tl, triton
+
+ENDS = 8  # tokens behind which a sequence drafts nothing; of more, the rest is drafted behind in vain
+BITS, END_TOKENS = tl.constexpr(WORD), tl.constexpr(ENDS)  # the same for kernels
+EVEN = 1.0, 1.0  # odds, of children and of best ones, that correct nothing
+
+
+@dataclass
+class Growth:
+    """Nodes are numbered as they are proposed, k for every expansion; the root's expansion is the first.
+
+    A sequence may want fewer levels than the others, or none: behind them its nodes see no text and write where nothing
+    is kept.
+    """
+
+    k: int
+    width: int  # nodes that a level expands
+    idle: int  # a slot that nobody reads
+    pages: Tensor  # int32 [sequences, most pages]: see `PagedPass`
+    levels: Tensor  # [sequences], that count, the root's among them
+    ends: Tensor  # [sequences, ENDS], tokens that nothing follows; none: -1
+    odds: Tensor  # [sequences, 2] float64, by which those of a child and of a best child are corrected
+    tokens: Tensor  # [sequences, nodes]
+    open: Tensor  # the logarithms of the chances of their paths, or -inf: expanded already, or never to be
+    parents: Tensor  # [sequences, nodes], the expansions that proposed them
+    expanded: Tensor  # [sequences, expansions - 1], the nodes; -1: there was none
+    bits: Tensor  # [sequences, expansions, words], which expanded nodes each sees, itself among them
+    depths: Tensor  # [sequences, expansions]
+    slots: Tensor  # [sequences, slots], of the expanded nodes
+    positions: Tensor  # [sequences, slots], the same
+    length: Tensor  # [sequences] of the text; the expanded nodes lie behind it
+    next_tokens: Tensor  # [1, sequences * width], of the level that is expanded now
+    next_positions: Tensor  # [1, sequences * width]
+    next_slots: Tensor  # [sequences * width]
+    next_scores: Tensor  # [sequences * width]
+    starts: Tensor  # int32 [sequences + 1], of the level's nodes
+    lengths: Tensor  # int32 [sequences], of the text that they see
+    ancestors: Tensor  # [sequences * width, words], that they see
+    report: Tensor  # [expansions, sequences, 2k + 1] float64: children, their log-probabilities, and the node or -1
+
+    @classmethod
+    def of(
+        cls, pages: Tensor, levels: Tensor, ends: Tensor, odds: Tensor, idle: int, most: int, width: int, k: int
+    ) -> Growth:
+        """Of at most so many levels; the first four are what the host tells of every sequence."""
+        sequences, device, expansions = len(levels), levels.device, (most - 1) * width
+        whole = partial(torch.zeros, dtype=torch.long, device=device)
+        short = partial(torch.zeros, dtype=torch.int32, device=device)
+        words, nodes = max(1, -(-expansions // WORD)), (sequences, k * (1 + expansions))
+        return cls(
+            k=k,
+            width=width,
+            idle=idle,
+            pages=pages,
+            levels=levels,
+            ends=ends,
+            odds=odds,
+            tokens=whole(*nodes),
+            open=torch.zeros(*nodes, device=device),
+            parents=whole(*nodes),
+            expanded=whole(sequences, max(expansions, 1)),
+            bits=whole(sequences, 1 + expansions, words),
+            depths=whole(sequences, 1 + expansions),
+            slots=whole(sequences, words * WORD).fill_(idle),
+            positions=whole(sequences, words * WORD),
+            length=whole(sequences),
+            next_tokens=whole(1, sequences * width),
+            next_positions=whole(1, sequences * width),
+            next_slots=whole(sequences * width),
+            next_scores=torch.zeros(sequences * width, device=device),
+            starts=torch.arange(0, (sequences + 1) * width, width, dtype=torch.int32, device=device),
+            lengths=short(sequences),
+            ancestors=whole(sequences * width, words),
+            report=torch.zeros(1 + expansions, sequences, 2 * k + 1, dtype=torch.float64, device=device),
+        )
+
+    @property
+    def sequences(self) -> int:
+        return len(self.length)
+
+    def begin(self, length: Tensor) -> None:
+        """Behind texts of these lengths: nothing is open, and the places of expanded nodes are found. # [sequences]"""
+        self.open.fill_(-torch.inf)
+        self.length.copy_(length)
+        number = torch.arange(self.slots.shape[1], device=length.device)
+        place = self.length[:, None] + number
+        page = self.pages.gather(1, (place // PAGE_SIZE).clamp(max=self.pages.shape[1] - 1)).long()
+        counts = number < (self.levels[:, None] - 1) * self.width
+        self.slots.copy_(torch.where(counts, page * PAGE_SIZE + place % PAGE_SIZE, self.idle))
+
+    def level(self) -> PagedPass:
+        """What the nodes see that were chosen last."""
+        told = self.starts, self.lengths, self.pages, self.ancestors, self.next_positions, self.positions
+        return PagedPass(*told, self.width)
+
+
+def choose(growth: Growth, level: int, readable: int) -> None:
+    """Takes the likeliest open nodes, and prepares their pass; tokens from `readable` on are read as the one before."""
+    step = choose_triton if growth.tokens.is_cuda and available else choose_reference
+    step(growth, level, readable)
+
+
+def choose_reference(growth: Growth, level: int, readable: int) -> None:
+    width, bits, depths = growth.width, growth.bits, growth.depths
+    order = growth.open.sort(dim=1, descending=True, stable=True)  # of equals the first, as on the host
+    scores, chosen = order.values[:, :width], order.indices[:, :width]
+    counts = (level < growth.levels - 1)[:, None]
+    scores = scores.where(counts, -torch.inf)
+    there = scores > -torch.inf
+    chosen = chosen.where(there, 0)  # nothing is open any more: whatever is computed there is impossible
+    growth.open.scatter_(1, chosen, -torch.inf)
+    here = torch.arange(level * width, (level + 1) * width, device=chosen.device)
+    growth.expanded[:, here] = chosen.where(there, -1)
+    above = growth.parents.gather(1, chosen)
+    own = torch.zeros_like(bits[0, here])
+    own.scatter_(1, (here // WORD)[:, None], (torch.ones_like(here) << (here % WORD))[:, None])
+    seen = bits.gather(1, above[..., None].expand(-1, -1, bits.shape[2])) | own
+    bits[:, 1 + here] = seen
+    depths[:, 1 + here] = depths.gather(1, above) + 1
+    positions = growth.length[:, None] - 1 + depths[:, 1 + here]
+    growth.positions[:, here] = positions
+    growth.next_positions.copy_(positions.view(1, -1))
+    growth.next_tokens.copy_(growth.tokens.gather(1, chosen).clamp(max=readable - 1).view(1, -1))
+    growth.next_scores.copy_(scores.flatten())
+    growth.next_slots.copy_(growth.slots[:, here].flatten())
+    growth.lengths.copy_(growth.length.where(counts[:, 0], 0))
+    first = torch.zeros_like(seen[0])
+    first[:, 0] = 1  # a node must see something that is there
+    growth.ancestors.copy_(seen.where(counts[..., None], first).flatten(0, 1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose(  # type: ignore[no-untyped-def]
+    tokens, open_scores, parents, expanded, bits, depths, positions, length,
+    next_tokens, next_positions, next_slots, next_scores, levels, slots, lengths, ancestors,
+    first, nodes, words, k, last_token,
+    width: tl.constexpr, block: tl.constexpr, padded_words: tl.constexpr,
+):  # fmt: skip
+    text = tl.program_id(0)
+    expansions, here = nodes // k, text * nodes
+    place, rank = tl.arange(0, block), tl.arange(0, width)
+    score = tl.load(open_scores + here + place, mask=place < nodes, other=-float("inf"))
+    chosen, scores = tl.zeros([width], tl.int32), tl.zeros([width], tl.float32)
+    for step in tl.static_range(width):
+        best, at = tl.max(score, axis=0, return_indices=True)
+        score = tl.where(place == at, -float("inf"), score)
+        chosen, scores = tl.where(rank == step, at, chosen), tl.where(rank == step, best, scores)
+    counts = first < (tl.load(levels + text) - 1) * width
+    scores = tl.where(counts, scores, -float("inf"))
+    there = scores > -float("inf")
+    chosen = tl.where(there, chosen, 0)
+    slot = first + rank
+    above = text * expansions + tl.load(parents + here + chosen)
+    depth = tl.load(depths + above) + 1
+    end = tl.load(length + text)
+    token = tl.minimum(tl.load(tokens + here + chosen), last_token)
+    word = tl.arange(0, padded_words)
+    inside = (word < words)[None, :]
+    seen = tl.load(bits + above[:, None] * words + word[None, :], mask=inside, other=0)
+    one = tl.full([width], 1, tl.int64) << (slot % BITS).to(tl.int64)
+    own = tl.where((slot // BITS)[:, None] == word[None, :], one[:, None], 0)
+    expansion = text * expansions + 1 + slot
+    tl.store(open_scores + here + chosen, tl.full([width], -float("inf"), tl.float32))
+    tl.store(expanded + text * tl.maximum(expansions - 1, 1) + slot, tl.where(there, chosen, -1).to(tl.int64))
+    tl.store(bits + expansion[:, None] * words + word[None, :], seen | own, mask=inside)
+    tl.store(depths + expansion, depth)
+    tl.store(positions + text * words * BITS + slot, end - 1 + depth)
+    row = text * width + rank
+    tl.store(next_positions + row, end - 1 + depth)
+    tl.store(next_tokens + row, token)
+    tl.store(next_scores + row, scores)
+    tl.store(next_slots + row, tl.load(slots + text * words * BITS + slot))
+    tl.store(lengths + text, tl.where(counts, end, 0).to(lengths.dtype.element_ty))
+    first_alone = tl.where(word == 0, 1, 0)[None, :].to(tl.int64)
+    tl.store(ancestors + row[:, None] * words + word[None, :], tl.where(counts, seen | own, first_alone), mask=inside)
+
+
+def choose_triton(growth: Growth, level: int, readable: int) -> None:
+    words, nodes = growth.bits.shape[-1], growth.tokens.shape[-1]
+    told = growth.levels, growth.slots, growth.lengths, growth.ancestors
+    _choose[(growth.sequences,)](
+        growth.tokens, growth.open, growth.parents, growth.expanded, growth.bits, growth.depths, growth.positions,
+        growth.length, growth.next_tokens, growth.next_positions, growth.next_slots, growth.next_scores, *told,
+        level * growth.width, nodes, words, growth.k, readable - 1,
+        width=growth.width, block=triton.next_power_of_2(nodes),
+        padded_words=triton.next_power_of_2(words), num_warps=4,
+    )  # fmt: skip
+
+
+def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor) -> None:
+    """Children [rows, k] of the expansions from `first` on, whose own paths have these scores. Behind an end comes
+    nothing."""
+    step = note_triton if growth.tokens.is_cuda and available else note_reference
+    step(growth, first, scores, tokens, chances)
+
+
+def note_reference(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor) -> None:
+    texts, k = growth.sequences, growth.k
+    rows = len(tokens) // texts
+    here = slice(first * k, (first + rows) * k)
+    paths = (scores[:, None] + corrected(growth, chances)).view(texts, -1)
+    growth.tokens[:, here] = tokens.view(texts, -1)
+    numbers = torch.arange(first, first + rows, device=tokens.device)
+    growth.parents[:, here] = numbers.repeat_interleave(k, output_size=rows * k)
+    ended = (tokens.view(texts, -1, 1) == growth.ends[:, None]).any(dim=-1)
+    growth.open[:, here] = paths.masked_fill(ended, -torch.inf)
+    expanded = growth.expanded
+    nodes = expanded[:, first - 1 : first - 1 + rows] if first else torch.full_like(expanded[:, :1], -1)
+    columns = (tokens, chances, nodes.reshape(-1, 1))
+    found = torch.cat([column.double() for column in columns], dim=1).view(texts, rows, -1)
+    growth.report[first : first + rows] = found.transpose(0, 1)
+
+
+def corrected(growth: Growth, chances: Tensor) -> Tensor:
+    """Log-probabilities [texts * rows, k], the best first, with the odds of their texts."""
+    own = growth.odds.to(chances.dtype).repeat_interleave(len(chances) // growth.sequences, dim=0)
+    other, best = own.split(1, dim=1)
+    odds = torch.cat([best, other.expand(-1, growth.k - 1)], dim=1)
+    return chances + odds.log() - (chances.exp() * (odds - 1)).log1p()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _note(  # type: ignore[no-untyped-def]
+    tokens, open_scores, parents, expanded, report, odds, paths, proposed, chances, ends,
+    first, count, nodes, k, block: tl.constexpr,
+):  # fmt: skip
+    text, texts = tl.program_id(0), tl.num_programs(0)
+    place = tl.arange(0, block)
+    there = place < count
+    given = text * count + place
+    token = tl.load(proposed + given, mask=there, other=0)
+    chance = tl.load(chances + given, mask=there, other=0.0)
+    own_odds = tl.load(odds + 2 * text + (place % k == 0).to(tl.int32)).to(tl.float32)
+    corrected = chance + tl.log(own_odds) - tl.log(1.0 + tl.exp(chance) * (own_odds - 1.0))
+    score = tl.load(paths + given // k, mask=there, other=0.0) + corrected
+    ended = place < 0
+    for one in tl.static_range(END_TOKENS):
+        ended = ended | (token == tl.load(ends + text * END_TOKENS + one))
+    here = text * nodes + first * k + place
+    tl.store(tokens + here, token, mask=there)
+    tl.store(open_scores + here, tl.where(ended, -float("inf"), score), mask=there)
+    row = first + place // k
+    tl.store(parents + here, row.to(tl.int64), mask=there)
+    column = report + (row * texts + text) * (2 * k + 1) + place % k
+    tl.store(column, token.to(tl.float64), mask=there)
+    tl.store(column + k, chance.to(tl.float64), mask=there)
+    before = text * tl.maximum(nodes // k - 1, 1)
+    node = tl.load(expanded + before + row - 1, mask=there & (row > 0), other=-1)
+    tl.store(column + 2 * k, node.to(tl.float64), mask=there & (place % k == 0))
+
+
+def note_triton(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor) -> None:
+    count = tokens.numel() // growth.sequences
+    _note[(growth.sequences,)](
+        growth.tokens, growth.open, growth.parents, growth.expanded, growth.report, growth.odds,
+        scores, tokens.contiguous(), chances.contiguous(), growth.ends,
+        first, count, growth.tokens.shape[-1], growth.k, block=triton.next_power_of_2(count), num_warps=1,
+    )  # fmt: skip

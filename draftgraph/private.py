@@ -1,0 +1,169 @@
+"""The names of torch and transformers that are not public, each in one function, with what happens when it is gone.
+
+`tests/test_private.py` uses every one on the installed versions; pyproject.toml says which are supported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftgraph.errors import DraftGraphError
+
+SUPPORTED = "torch 2.11 to 2.13 and transformers 5.17 or newer, before 6"
+USUAL = {"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0}  # values of GenerationConfig that do nothing
+
+
+class MissingNameError(DraftGraphError):
+    """A release of torch or transformers has lost a name that cannot be done without."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the installed release has no {name}: draftgraph needs {SUPPORTED}")
+
+
+# transformers: configurations of models
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of its attention; None where it has none, or no longer tells."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def set_attention(config: Any, name: str | None) -> None:
+    """That a model is made with, its sub-configurations' too."""
+    config._attn_implementation = name
+
+
+def set_implementation(config: Any, name: str, value: Any) -> None:
+    """`_attn_implementation` or `_experts_implementation` of this configuration alone.
+
+    The property itself, which is taken where the name behind it is gone, also sets those of its sub-configurations:
+    so set them from the outermost on.
+    """
+    inner = f"{name}_internal"
+    setattr(config, inner if hasattr(config, inner) else name, value)
+
+
+def supports_sdpa(model: Any) -> bool:
+    """Where nothing says so: no, and the slower eager attention is used."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def is_stateful(model: Any) -> bool:
+    """Where nothing says so: no; the check of a model finds a state that cannot be rewound, if later."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def new_model(kind: Any, config: Any, dtype: torch.dtype, attention: str | None = None) -> Any:
+    """A model of this class with new weights; by its constructor where the name is gone."""
+    if attention is not None:
+        set_attention(config, attention)
+    make = getattr(kind, "_from_config", None)
+    return kind(config).to(dtype) if make is None else make(config, dtype=dtype)
+
+
+# transformers: generation
+
+
+def eos_ids(config: Any) -> frozenset[int]:
+    """Of a configuration that `generate` has prepared; its public field where the tensor is gone."""
+    ids = getattr(config, "_eos_token_tensor", config.eos_token_id)
+    return frozenset() if ids is None else frozenset(torch.as_tensor(ids).flatten().tolist())
+
+
+def pad_id(config: Any) -> int:
+    """The same; 0 where there is none."""
+    ids = getattr(config, "_pad_token_tensor", config.pad_token_id)
+    return 0 if ids is None else int(ids)
+
+
+def without_eos(config: Any) -> Any:
+    """A copy of such a configuration that names no last token."""
+    changed = copy.copy(config)
+    name = "_eos_token_tensor" if hasattr(config, "_eos_token_tensor") else "eos_token_id"
+    setattr(changed, name, None)
+    return changed
+
+
+def generation_defaults() -> dict[str, Any]:
+    """What `generate` takes for fields that nobody set; without it, of those that we refuse."""
+    from transformers import GenerationConfig
+
+    defaults = getattr(GenerationConfig, "_get_default_generation_params", None)
+    return dict(USUAL) if defaults is None else defaults()
+
+
+def allowed_tokens_function(processor: Any) -> Callable[[int, Tensor], list[int]]:
+    """That a PrefixConstrainedLogitsProcessor was made with."""
+    found = getattr(processor, "_prefix_allowed_tokens_fn", None)
+    if found is None:
+        raise MissingNameError("PrefixConstrainedLogitsProcessor._prefix_allowed_tokens_fn")
+    return found  # type: ignore[no-any-return]
+
+
+def compile_everywhere(config: Any) -> None:
+    """Lets `generate` compile on a CPU too. Where the name is gone it compiles on GPUs alone."""
+    config._compile_all_devices = True
+
+
+# torch
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Of everything in nested containers; without the name, in tuples, lists and dictionaries."""
+    try:
+        from torch.utils import _pytree
+    except ImportError:
+        return plain_tree_map(function, tree)
+    return _pytree.tree_map(function, tree)
+
+
+def plain_tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: plain_tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(plain_tree_map(function, value) for value in tree)
+    return function(tree)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Where nothing says so: yes, and the module is left alone."""
+    hooks = [getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks")]
+    return any(hooks)
+
+
+def set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """All of a module's own at once, in place of those that it shares with the module it was copied from."""
+    if not hasattr(module, "_parameters"):
+        raise MissingNameError("torch.nn.Module._parameters")
+    module._parameters = dict(parameters)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written into. Tensors of `torch.inference_mode` do not count that, nor would any without the
+    name: then only where it lies and a sample of it tell that it has changed."""
+    return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
+
+
+def packs_linear_weights() -> bool:
+    """Whether oneDNN computes products with weights in a layout of its own; without its names here: no."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        product = packed_product(torch.ones(2, 32), packed_weight(torch.ones(32, 32), 2))
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((product == 32).all())
+
+
+def packed_weight(weight: Tensor, rows: int) -> Tensor:
+    """In the layout that oneDNN computes so many rows in."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)  # type: ignore[no-any-return]
+
+
+def packed_product(rows: Tensor, packed: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")  # type: ignore[no-any-return]

@@ -1,0 +1,313 @@
+"""All that is proposed for one step at once: a row for each node that somebody proposed children for.
+
+A draft that grows on its device goes on without asking, so no level has to be decided on before the next. While it is
+at work rows are made of what the text alone says, then of every level as it arrives; the graph of the step is made of
+the nodes with the best products of chances.
+"""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftgraph.compiled import compiled
+from draftgraph.config import GraphConfig
+from draftgraph.graph import NO_TOKEN, Floats, Ints, TokenGraph, TokenTree
+from draftgraph.graph.heap import THING, pop, push
+from draftgraph.graph.merge import merge_leaves
+from draftgraph.graph.nodes import DRAFT, EXPANDED, NONE, OPEN, ROOT, Nodes, append, nodes_for
+from draftgraph.graph.token_graph import array_of
+from draftgraph.proposers.copying import CHOICES, Automaton, SuffixProposer, copies, follow
+from draftgraph.proposers.pooling import PLACES, Calibration, correct, find, observe_outcomes, pool
+from draftgraph.proposers.recycling import LONGEST, Noise, Rankings, RecycleProposer, context_of, longer, recall
+from draftgraph.proposers.recycling import find as find_ranking
+
+MEMORY_ROWS = 16  # made while the draft is at work
+LEAST = 0.02  # of nodes that are less likely no memory is asked
+NO_ROW = -1
+ROW = np.dtype(
+    [
+        ("parent", np.int64),
+        ("token", np.int64),
+        ("depth", np.int64),
+        ("state", np.int64),  # where the path leads to in the text before
+        ("matched", np.int64),
+        ("newer_state", np.int64),  # and in the answers of the past
+        ("newer_matched", np.int64),
+        ("older_state", np.int64),
+        ("older_matched", np.int64),
+        ("context", np.int64),  # the last tokens of the path
+        ("length", np.int64),
+        ("drafted", np.int64),
+        ("reach", np.float64),  # how likely it is, as whoever proposed it first said
+    ]
+)
+DRAFTED = np.dtype([("token", np.int64), ("chance", np.float64)])
+COUNTS = np.dtype([("rows", np.int64), ("expansions", np.int64)])
+
+
+class Table(NamedTuple):
+    """A row for each node that somebody proposed children for."""
+
+    rows: NDArray[np.void]
+    named: Ints  # [rows, columns]: see `pooling`
+    said: Floats
+    estimates: Floats  # what all together say
+    chances: Floats  # what that is worth
+    drafted: NDArray[np.void]  # nodes of the draft, by their numbers
+    expansions: Ints  # their rows
+    counts: NDArray[np.void]  # [1]
+
+
+class Memories(NamedTuple):
+    """What is known of the text, for one step."""
+
+    automaton: Automaton
+    rankings: Rankings
+    noted: int  # rankings, ever
+    noise: Noise
+    position: int  # of the root's next token
+    newer: Automaton  # answers of the past, in two halves
+    older: Automaton
+    roots: Ints  # [halves, 2]: the root's state and how many tokens match there; as many halves as there are
+
+
+def table_for(rows: int, k: int) -> Table:
+    """With room for so many rows, apart from those of the memories."""
+    rows += 1 + MEMORY_ROWS
+    shape = rows, k + 2 * CHOICES
+    said, estimates, chances = np.zeros((3, *shape))
+    return Table(
+        np.zeros(rows, dtype=ROW),
+        np.zeros(shape, dtype=np.int64),
+        said,
+        estimates,
+        chances,
+        np.zeros(rows * k, dtype=DRAFTED),
+        np.zeros(rows, dtype=np.int64),
+        np.zeros(1, dtype=COUNTS),
+    )
+
+
+@compiled
+def begin(
+    table: Table, memories: Memories, k: int, last_tokens: Ints, root: tuple[int, int], max_depth: int, ends: Ints
+) -> None:
+    """The root's row, and those that the text leads to."""
+    table.counts["rows"][0] = table.counts["expansions"][0] = 0
+    rows = table.rows
+    rows["parent"][0], rows["token"][0], rows["depth"][0], rows["reach"][0] = NO_ROW, last_tokens[-1], 0, 1.0
+    rows["state"][0], rows["matched"][0] = root
+    if len(memories.roots) > 0:
+        rows["newer_state"][0], rows["newer_matched"][0] = memories.roots[0, 0], memories.roots[0, 1]
+    if len(memories.roots) > 1:
+        rows["older_state"][0], rows["older_matched"][0] = memories.roots[1, 0], memories.roots[1, 1]
+    rows["context"][0], rows["length"][0] = context_of(last_tokens), len(last_tokens)
+    likely, size = np.empty((1 + MEMORY_ROWS) * CHOICES, dtype=THING), 0
+    row = open_row(table, memories, k)
+    while True:
+        if rows["depth"][row] < max_depth:
+            for place in range(k, k + CHOICES):
+                hope = rows["reach"][row] * table.said[row, place]
+                if hope > LEAST and find(ends, table.named[row, place]) == NO_TOKEN:
+                    size = push(likely, size, hope, row * table.named.shape[1] + place)
+        if not size or table.counts["rows"][0] > MEMORY_ROWS:
+            return
+        size = pop(likely, size)
+        parent, place = divmod(likely["number"][size], table.named.shape[1])
+        row = row_of(table, memories, k, parent, table.named[parent, place], table.said[parent, place])
+
+
+@compiled
+def row_of(table: Table, memories: Memories, k: int, parent: int, token: int, chance: float) -> int:
+    """The row of a child: a new one, if need be."""
+    rows, row = table.rows, table.counts["rows"][0]
+    for known in range(parent + 1, row):
+        if rows["parent"][known] == parent and rows["token"][known] == token:
+            return known
+    rows["parent"][row], rows["token"][row] = parent, token
+    rows["depth"][row], rows["reach"][row] = rows["depth"][parent] + 1, rows["reach"][parent] * chance
+    match = follow(memories.automaton, rows["state"][parent], rows["matched"][parent], token)
+    rows["state"][row], rows["matched"][row] = match
+    if len(memories.roots) > 0:
+        match = follow(memories.newer, rows["newer_state"][parent], rows["newer_matched"][parent], token)
+        rows["newer_state"][row], rows["newer_matched"][row] = match
+    if len(memories.roots) > 1:
+        match = follow(memories.older, rows["older_state"][parent], rows["older_matched"][parent], token)
+        rows["older_state"][row], rows["older_matched"][row] = match
+    rows["context"][row] = longer(rows["context"][parent], token)
+    rows["length"][row] = min(rows["length"][parent] + 1, LONGEST)
+    return open_row(table, memories, k)
+
+
+@compiled
+def open_row(table: Table, memories: Memories, k: int) -> int:
+    """The next row: what the memories say there, if it is likely, every token once; the louder of both counts."""
+    row = table.counts["rows"][0]
+    table.counts["rows"][0] += 1
+    one = table.rows[row]
+    one["drafted"] = 0
+    named, said = table.named[row], table.said[row]
+    for place in range(len(named)):
+        named[place], said[place] = NO_TOKEN, 0.0
+    if not one["reach"] > LEAST:
+        return row  # type: ignore[no-any-return]
+    copied, recycled = named[k : k + CHOICES], named[k + CHOICES :]
+    copy(memories, one, copied, said[k : k + CHOICES])
+    found, matched = find_ranking(memories.rankings, memories.noted, one["context"], one["length"])
+    if matched:
+        position = memories.position + one["depth"]
+        recall(memories.rankings, found, matched, memories.noise, position, recycled, said[k + CHOICES :])
+        for place in range(k + CHOICES, len(named)):
+            same = find(copied, named[place])
+            if named[place] != NO_TOKEN and same != NO_TOKEN:
+                said[k + same] = max(said[k + same], said[place])
+                named[place], said[place] = NO_TOKEN, 0.0
+    return row  # type: ignore[no-any-return]
+
+
+@compiled
+def copy(memories: Memories, one: Any, tokens: Ints, chances: Floats) -> None:
+    """What followed in the text, or in answers of the past where they match longer."""
+    newer = one["newer_matched"] if len(memories.roots) > 0 else 0
+    older = one["older_matched"] if len(memories.roots) > 1 else 0
+    if max(newer, older) <= one["matched"]:
+        copies(memories.automaton, one["state"], one["matched"], tokens, chances)
+    elif newer >= older:
+        copies(memories.newer, one["newer_state"], newer, tokens, chances)
+    else:
+        copies(memories.older, one["older_state"], older, tokens, chances)
+
+
+@compiled
+def add(table: Table, memories: Memories, k: int, report: Floats, places: Floats, curves: Floats) -> None:
+    """Rows for the nodes that a draft has expanded, the root first, and what it says there: see `kernels.growth`. A
+    node is known by where it was proposed: its number is the draft's k times the expansion, plus its rank there."""
+    ranks = report.shape[1] // 2
+    for place in range(len(report)):
+        one = report[place]
+        expansion, node = table.counts["expansions"][0], int(one[2 * ranks])
+        table.counts["expansions"][0] += 1
+        row = 0 if expansion == 0 else NO_ROW
+        if node >= 0 and table.expansions[node // ranks] != NO_ROW:
+            above, drafted = table.expansions[node // ranks], table.drafted[node]
+            row = row_of(table, memories, k, above, drafted["token"], drafted["chance"])
+        table.expansions[expansion] = row
+        for rank in range(ranks):
+            drafted = table.drafted[expansion * ranks + rank]
+            drafted["token"], drafted["chance"] = int(one[rank]), exp(one[ranks + rank])
+            if row != NO_ROW:
+                table.named[row, rank], table.said[row, rank] = drafted["token"], drafted["chance"]
+        if row != NO_ROW:
+            table.rows["drafted"][row] = 1
+            weigh(table, k, row, places, curves)
+
+
+@compiled
+def weigh(table: Table, k: int, row: int, places: Floats, curves: Floats) -> None:
+    pool(table.named[row], table.said[row], k, table.estimates[row])
+    correct(table.estimates[row], k, places, curves, table.chances[row])
+
+
+@compiled
+def select(
+    table: Table, graph: Nodes, k: int, places: Floats, curves: Floats, floor: float, max_depth: int, max_nodes: int
+) -> Ints:
+    """Makes the graph of the root and the nodes with the best products of chances on their paths, over a floor, in that
+    order; the row of each, NO_ROW for those without. # [nodes]"""
+    rows, count, columns = table.rows, table.counts["rows"][0], table.named.shape[1]
+    child = np.empty((count, columns), dtype=np.int64)
+    for row in range(count):
+        for column in range(columns):
+            child[row, column] = NO_ROW
+        if not rows["drafted"][row]:
+            weigh(table, k, row, places, curves)
+    for row in range(1, count):
+        column = find(table.named[rows["parent"][row]], rows["token"][row])
+        if column >= 0:
+            child[rows["parent"][row], column] = row
+    append(graph, NONE, rows["token"][0], 1.0, 0, EXPANDED)
+    graph.node["drafted"][ROOT] = rows["drafted"][0]
+    node_of, row_by_node = np.zeros(count, dtype=np.int64), np.zeros(max_nodes, dtype=np.int64)
+    best, size, chosen, row, path = np.empty(count * columns, dtype=THING), 0, 1, 0, 1.0
+    while True:
+        if row != NO_ROW and rows["depth"][row] < max_depth:
+            for column in range(columns):
+                score = path * table.chances[row, column]
+                if score > floor:
+                    size = push(best, size, score, row * columns + column)
+        if not size or chosen >= max_nodes:
+            break
+        size = pop(best, size)
+        path = best["score"][size]
+        above, column = divmod(best["number"][size], columns)
+        row = child[above, column]
+        source = DRAFT if column < k else DRAFT + 1 + (column - k) // CHOICES
+        chance, state = table.chances[above, column], OPEN if row == NO_ROW else EXPANDED
+        node = append(graph, node_of[above], table.named[above, column], chance, source, state)
+        if row != NO_ROW:
+            node_of[row] = node
+            graph.node["drafted"][node] = rows["drafted"][row]
+        row_by_node[node] = row
+        chosen += 1
+    return row_by_node[:chosen]
+
+
+class Candidates:
+    """The candidates of one step. Those of the step before are still there, to be learnt from."""
+
+    def __init__(
+        self,
+        copied: SuffixProposer,
+        recycled: RecycleProposer,
+        calibration: Calibration,
+        config: GraphConfig,
+        expansions: int,
+    ) -> None:
+        """`expansions`: nodes that a draft may expand in one step."""
+        self.copied, self.recycled, self.calibration, self.config = copied, recycled, calibration, config
+        self._table, self._before = table_for(expansions, config.k), table_for(expansions, config.k)
+
+    def begin(self, text: list[int], max_depth: int, ends: frozenset[int]) -> None:
+        """The root's row, and those that the memories lead to. Both have begun this step."""
+        self._table, self._before = self._before, self._table
+        self.max_depth, self.ends = min(max_depth, self.config.levels), ends
+        memory, recycled = self.recycled.memory, self.recycled
+        known, past = self.copied.automaton.known, self.copied.past_roots
+        newer, older = [*(match.half.known for match in past), known, known][:2]
+        roots = np.array([match.match for match in past], dtype=np.int64).reshape(-1, 2)
+        said = memory.known, memory.noted, recycled.noise, recycled.position
+        self._memories = Memories(known, *said, newer, older, roots)
+        last = np.array(text[-LONGEST:])
+        begin(self._table, self._memories, self.config.k, last, self.copied.root, self.max_depth, array_of(ends))
+
+    def add(self, report: Floats) -> None:
+        """A level of the draft: see `kernels.growth`."""
+        add(self._table, self._memories, self.config.k, report, PLACES, self.calibration.curves)
+
+    def graph(self, floor: float) -> Selection:
+        """The graph of the likeliest nodes; leaves that complete a known n-gram are merged."""
+        config, nodes = self.config, nodes_for(self.config.nodes)
+        rules = config.k, PLACES, self.calibration.curves, max(floor, 0.0), self.max_depth, config.nodes
+        rows = select(self._table, nodes, *rules)
+        if config.merges:
+            merge_leaves(nodes, config.tau)
+        return Selection(TokenGraph.of_nodes(nodes, config, self.max_depth, self.ends), rows, self._table)
+
+
+class Selection(NamedTuple):
+    """The graph of a step, and the rows that its nodes were chosen from: good until the step after the next."""
+
+    graph: TokenGraph
+    rows: Ints  # by graph node
+    table: Table
+
+    def settle(self, calibration: Calibration, graph: TokenGraph, tree: TokenTree, visited: Any, chosen: Any) -> None:
+        """The target chose these tokens at these tree nodes: all that was proposed there is right or wrong."""
+        rows = self.rows[tree.nodes[visited]].tolist()
+        found = [(row, token) for row, token in zip(rows, chosen, strict=True) if row != NO_ROW]
+        if found:
+            observe_outcomes(calibration, self.table.named, self.table.estimates, found, graph.config.k)

@@ -1,0 +1,416 @@
+"""A draft model grows the trees of many sequences at once on its device, all levels back to back.
+
+The host starts a run and reads the result as it arrives. Best first under a width: every level expands the likeliest
+nodes that are still open, whatever their depth. How likely they are is what the draft says, corrected by the odds that
+its best children and the others have had so far. Each sequence has a draft of its own, which only notes that it is to
+go on; then one call starts all of them together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftgraph.compiled import compiled
+from draftgraph.engine.capture import Buffer, Captured, Parts, graph_memory, host_memory
+from draftgraph.engine.paged import SEQUENCES, at_least, up_to
+from draftgraph.engine.pages import PAGE, OutOfPages, pages_for
+from draftgraph.engine.protocol import Segment, proposals
+from draftgraph.graph import WORD, Floats, Ints
+from draftgraph.kernels import growth
+from draftgraph.kernels.attention import PagedPass
+from draftgraph.kernels.growth import ENDS, EVEN, Growth
+from draftgraph.noise import signed
+from draftgraph.notices import notice
+from draftgraph.proposers.draft_model import DraftVocabulary
+
+WIDTH = 8  # nodes that a level expands
+NEW_TOKENS = 32  # of one sequence, read at the root's level; more are read before
+USUAL = 4  # new tokens of a sequence, on average
+NARROWEST = 16  # nodes of a reading pass
+PAGES = 512  # of a sequence, to begin with
+SPARE = 64  # tokens
+NODE_PARTS = ("tokens", "positions", "slots", "ancestors")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence in a run: what the draft has not read yet goes behind the rest of it."""
+
+    read: int  # tokens that have been read
+    new: list[int]
+    pages: list[int]
+    levels: int
+    ends: Ints  # [ENDS]
+    key: int = 0  # of its noise, signed: see `KeyedNoise.stream_key`
+    temperature: float = 0.0  # 0: greedy
+    odds: tuple[float, float] = EVEN  # see `Growth`
+
+
+class RunData:
+    """What a run is told, in one buffer that is filled by one copy. What is about nodes comes last: a pass of fewer
+    copies less."""
+
+    def __init__(self, sequences: int, most_pages: int, widest: int, idle: int, device: torch.device) -> None:
+        self.sequences, self.idle, self._widest = sequences, idle, widest
+        parts: Parts = {name: ((sequences,), torch.int64) for name in ("levels", "keys", "last")}
+        parts |= {"temperatures": ((sequences,), torch.float64), "odds": ((sequences, 2), torch.float64)}
+        parts |= {"ends": ((sequences, ENDS), torch.int64), "lengths": ((sequences,), torch.int32)}
+        parts |= {"starts": ((sequences + 1,), torch.int32), "pages": ((sequences, most_pages), torch.int32)}
+        self._buffer = Buffer(parts | {"nodes": ((len(NODE_PARTS) * widest,), torch.int64)}, device)
+        self.host, self.device = self._buffer.host, self._buffer.device
+        self._known: list[list[int]] = [[] for _ in range(sequences)]  # pages, by row
+        self.host["ends"][:], self.host["odds"][:] = -1, 1.0
+        self._numbered = torch.arange(WORD, device=device)
+
+    def fill(self, rows: Sequence[Row], width: int) -> None:
+        """For a reading pass of this width."""
+        host = self.host
+        for row, one in enumerate(rows):
+            if self._known[row] != one.pages:
+                host["pages"][row, : len(one.pages)] = one.pages
+                self._known[row] = one.pages.copy()
+        for absent in range(len(rows), self.sequences):
+            self._known[absent] = []
+        count = len(rows)
+        host["levels"][:count], host["levels"][count:] = [row.levels for row in rows], 0
+        host["keys"][:count] = [row.key for row in rows]
+        host["temperatures"][:count] = [row.temperature for row in rows]
+        for row, one in enumerate(rows):
+            host["ends"][row], host["odds"][row] = one.ends, one.odds
+        new = np.array([token for row in rows for token in row.new], dtype=np.int64)
+        counts, before = np.array([(len(row.new), row.read) for row in rows], dtype=np.int64).reshape(-1, 2).T.copy()
+        told = host["last"], host["starts"], host["lengths"], host["pages"]
+        tokens, positions, slots, ancestors = nodes_of(host["nodes"], width)
+        fill_new_tokens(tokens, positions, slots, ancestors, *told, new, counts, before, self.idle, PAGE)
+
+    def arrive(self, width: int) -> None:
+        """The device takes over what the host has written; the host may write again when the pass is done."""
+        self._buffer.arrive(len(NODE_PARTS) * (self._widest - width))
+
+    def nodes(self, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """On the device: see NODE_PARTS. # [width] each"""
+        tokens, positions, slots, ancestors = nodes_of(self.device["nodes"], width)
+        return tokens, positions, slots, ancestors
+
+    def reading(self, width: int) -> PagedPass:
+        """What new tokens see; part of the pass."""
+        _, positions, _, ancestors = self.nodes(width)
+        lengths, starts, pages = (self.device[name] for name in ("lengths", "starts", "pages"))
+        scratch = lengths[:, None] + self._numbered
+        return PagedPass(starts, lengths, pages, ancestors[:, None], positions[None], scratch, NEW_TOKENS)
+
+
+def nodes_of(numbers: Any, width: int) -> tuple[Any, ...]:
+    """The parts of a pass of this width. # [width] each"""
+    return tuple(numbers[part * width : (part + 1) * width] for part in range(len(NODE_PARTS)))
+
+
+class Program:
+    """The recorded parts of a run for so many sequences: it reads what is new in all of them, then expands some open
+    nodes of each, level after level."""
+
+    def __init__(self, draft: DeviceDrafts, sequences: int, sampled: bool) -> None:
+        self.draft, self.sequences, self.sampled, self.device = draft, sequences, sampled, draft.engine.device
+        idle = draft.engine.slots
+        self.data = RunData(sequences, draft.pages, sequences * NEW_TOKENS, idle, self.device)
+        pages, levels, ends, odds = (self.data.device[name] for name in ("pages", "levels", "ends", "odds"))
+        self.growth = Growth.of(pages, levels, ends, odds, idle, draft.most, draft.width, draft.k)
+        self.seconds = 0.0  # that the host gave to the last run, waiting for it included
+        self._report = host_memory(self.growth.report.shape, self.growth.report.dtype, self.device)
+        self._told: Floats = self._report.numpy()
+        self._readings: dict[int, Captured] = {}  # by how many new tokens they can read
+        self._levels: list[Captured] = []
+        self._running: list[Captured] = []
+
+    @property
+    def usual(self) -> tuple[int, int]:
+        """New tokens that runs have, mostly and sometimes."""
+        mostly = max(NARROWEST, USUAL * self.sequences)
+        return mostly, 2 * mostly
+
+    def prepare(self, new: int) -> Captured:
+        """Records what is missing for so many new tokens."""
+        self.wait()
+        width = max(self.usual[0], 1 << (new - 1).bit_length())
+        if width not in self._readings:
+            self.data.fill([], width)  # recording must not touch a text
+            self._readings[width] = self._reading(width)
+        if not self._levels:  # all at once: an answer that needs more than the last should not stand still for it
+            self._levels = [self._level(level) for level in range(self.draft.most - 1)]
+        self._width = width
+        return self._readings[width]
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        read = self.prepare(sum(len(row.new) for row in rows))
+        start = time.perf_counter()
+        self.data.fill(rows, self._width)
+        self._running = [read, *self._levels[: max(row.levels for row in rows) - 1]]
+        for part in self._running:
+            part()
+        self.seconds = time.perf_counter() - start
+
+    def wait(self) -> None:
+        """The parts run one after the other."""
+        if self._running:
+            self._running[-1].wait()
+
+    def arriving(self, row: int, levels: int) -> Iterator[Floats]:
+        """What there is for one sequence, as soon as it is here: all levels of the run but the last, then that."""
+        early = len(self._running) - 1
+        known, end = 0, 1 + (levels - 1) * self.growth.width
+        for place, upto in ((early - 1, 1 + (early - 1) * self.growth.width), (early, end)):
+            upto = min(upto, end)
+            if place >= 0 and upto > known:
+                start = time.perf_counter()
+                self._running[place].wait()
+                self.seconds += time.perf_counter() - start
+                yield np.ascontiguousarray(self._told[known:upto, row])
+                known = upto
+
+    def _reading(self, width: int) -> Captured:
+        grown, engine, data = self.growth, self.draft.engine, self.data
+        tokens, positions, slots, _ = data.nodes(width)
+        last, starts, lengths = (data.device[name] for name in ("last", "starts", "lengths"))
+
+        def read() -> None:
+            data.arrive(width)
+            grown.begin(lengths + starts[1:] - starts[:-1])  # of the texts with their new tokens
+            logits = engine.forward(tokens[None], positions[None], slots, data.reading(width))
+            self._propose(0, logits.index_select(0, last), grown.next_scores.new_zeros(self.sequences), grown.length)
+
+        return Captured(read, self.device, self.draft.graphs)
+
+    def _level(self, level: int) -> Captured:
+        grown, engine = self.growth, self.draft.engine
+
+        def expand() -> None:
+            growth.choose(grown, level, self.draft.vocabulary.readable)
+            logits = engine.forward(grown.next_tokens, grown.next_positions, grown.next_slots, grown.level())
+            self._propose(1 + level * grown.width, logits, grown.next_scores, grown.next_positions[0] + 1)
+
+        return Captured(expand, self.device, self.draft.graphs)
+
+    def _propose(self, first: int, logits: Tensor, scores: Tensor, positions: Tensor) -> None:
+        """The children of every sequence's expansions from `first` on, whose next tokens have these positions."""
+        noise = (self.data.device["keys"], self.data.device["temperatures"]) if self.sampled else None
+        tokens, chances = proposals(logits, self.draft.columns, self.growth.k, positions, noise)
+        growth.note(self.growth, first, scores, tokens, chances)
+        here = slice(first, first + len(logits) // self.sequences)
+        self._report[here].copy_(self.growth.report[here], non_blocking=True)
+
+
+class DeviceDrafts:
+    """A draft model for the sequences of an engine: `open` one for each, let them `begin`, then `launch` them all."""
+
+    def __init__(self, engine: Any, vocabulary: DraftVocabulary, k: int, levels: int, width: int = WIDTH) -> None:
+        self.engine, self.vocabulary, self.width = engine, vocabulary, width
+        self.most = max(1, levels)
+        self.columns = vocabulary.columns(engine.device)
+        self.k = min(k, len(self.columns))
+        self.pages = PAGES
+        self.graphs = graph_memory(engine.device)
+        self.fed: list[int] = []  # nodes, level by level of the last run
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._running: Program | None = None
+        self._recorded_with = engine.pool_moves, engine.weights
+        self._gave_up = False  # memory was short
+
+    def open(self, context: Any, ends: frozenset[int]) -> DeviceDraft:
+        return DeviceDraft(self, context, ends)
+
+    @property
+    def seconds(self) -> float:
+        """That the last run took of the host's time."""
+        return self._running.seconds if self._running else 0.0
+
+    def prepare(self, sequences: int) -> None:
+        """Records what so many sequences need, or fewer: else the first of them wait for it."""
+        for most, sampled in product(up_to(SEQUENCES, sequences), (False, True)):
+            program = self._program(most, sampled)
+            for new in program.usual:
+                program.prepare(new)
+
+    def launch(self, drafts: Sequence[DeviceDraft]) -> None:
+        """All of these go on behind their texts; those that want no levels, or for whom there is no room, do not."""
+        self._running, self.fed = None, []
+        going = [draft for draft in drafts if draft.levels and draft.makes_room()]
+        for draft in going[SEQUENCES[-1] :]:
+            draft.levels = 0
+        going = going[: SEQUENCES[-1]]
+        if not going or self._gave_up:
+            return self._rest(going)
+        try:
+            self._read_long(going)
+            rows = [draft.row() for draft in going]
+            program = self._program(len(rows), any(row.temperature for row in rows))
+            program.launch(rows)
+        except torch.OutOfMemoryError:
+            self._programs.clear()
+            torch.cuda.empty_cache()
+            self._gave_up = True
+            notice("no GPU memory for drafting: going on without a draft model")
+            return self._rest(going)
+        self._running = program
+        for number, (draft, row) in enumerate(zip(going, rows, strict=True)):
+            draft.launched(program, number, row)
+        deepest = max(row.levels for row in rows)
+        self.fed = [sum(len(row.new) for row in rows)]
+        self.fed += [self.width * sum(row.levels > level for row in rows) for level in range(1, deepest)]
+
+    def _rest(self, drafts: list[DeviceDraft]) -> None:
+        for draft in drafts:
+            draft.levels = 0
+
+    def _read_long(self, drafts: list[DeviceDraft]) -> None:
+        """Of texts that have not been drafted on for a while, all but their ends, in one pass."""
+        late = [(draft.context, unread) for draft in drafts if len(unread := draft.unread()) > NEW_TOKENS]
+        if late:
+            segments = [Segment.of_text(context, unread[:-1]) for context, unread in late]
+            self.engine.run(segments)
+            for segment in segments:
+                segment.commit()
+
+    def _program(self, sequences: int, sampled: bool) -> Program:
+        state = self.engine.pool_moves, self.engine.weights
+        if self._recorded_with != state:  # recorded programs write into a pool that is gone, or read other weights
+            self._forget()
+            self._recorded_with = state
+        key = at_least(SEQUENCES, sequences), sampled
+        if key not in self._programs:
+            self._programs[key] = Program(self, *key)
+        return self._programs[key]
+
+    def widen(self, pages: int) -> None:
+        """Texts have become longer than the tables: recorded programs read the old ones."""
+        if pages > self.pages:
+            self._forget()
+            self.pages = 1 << (pages - 1).bit_length()
+
+    def _forget(self) -> None:
+        for program in self._programs.values():
+            program.wait()
+        self._programs.clear()
+        self.graphs = graph_memory(self.engine.device)
+
+
+class DeviceDraft:
+    """One sequence's draft."""
+
+    on_device = True
+
+    def __init__(self, drafts: DeviceDrafts, context: Any, ends: frozenset[int]) -> None:
+        self.group, self.context, self.width, self.k = drafts, context, drafts.width, drafts.k
+        self.expansions = drafts.width * drafts.most
+        self.levels = 0
+        self.odds = EVEN
+        self.perturb: Any = None  # a `DraftNoise`, for sampled text
+        self.passes = self.tokens_fed = 0
+        self._ends = first_ends(ends)
+        self._text: list[int] = []
+        self._run: tuple[Program, int, int] | None = None  # its row there, and how many levels count
+        self._noise: tuple[int, float] | None = None
+
+    def as_read(self, text: list[int]) -> list[int]:
+        return self.group.vocabulary.as_read(text)
+
+    def begin(self, text: list[int]) -> None:
+        """It is to draft behind this text, as many levels as `levels` says when all are launched."""
+        self._text, self._run = text, None
+        self.levels = min(self.levels, self.group.most)
+
+    def arriving(self) -> Iterator[Floats]:
+        """What was launched, level by level: see `Program.arriving`."""
+        if self._run is None:
+            return iter(())
+        program, row, levels = self._run
+        return program.arriving(row, levels)
+
+    def unread(self) -> list[int]:
+        if len(self.context.text) >= len(self._text):  # begun again: the root has to be read once more
+            self.context.rewind(len(self._text) - 1)
+        return self.as_read(self._text[len(self.context.text) :])
+
+    def makes_room(self) -> bool:
+        """For the nodes that are expanded, and for some more tokens: looking for pages takes its time."""
+        needed, pages = len(self._text) + (self.levels - 1) * self.width, self.context.pages
+        if pages_for(needed) > len(pages):
+            for spare in (SPARE, 0):
+                try:
+                    self.context.reserve(needed + spare)
+                    break
+                except OutOfPages:
+                    continue
+            else:
+                self.levels = 0
+        self.group.widen(len(self.context.pages) + pages_for(self.group.most * self.width) + 4)
+        return self.levels > 0
+
+    def row(self) -> Row:
+        context, unread = self.context, self.unread()
+        if self._noise is None:
+            noise = self.perturb
+            self._noise = (0, 0.0) if noise is None else (noise.noise.stream_key(noise.stream), noise.temperature)
+        key, temperature = self._noise
+        return Row(
+            len(context.text), unread, context.pages, self.levels, self._ends, signed(key), temperature, self.odds
+        )
+
+    def launched(self, program: Program, number: int, row: Row) -> None:
+        self._run = program, number, row.levels
+        self.context.text.extend(row.new)
+        self.passes += row.levels
+        self.tokens_fed += len(row.new) + (row.levels - 1) * self.width
+
+
+def first_ends(tokens: frozenset[int]) -> NDArray[np.int64]:
+    """The first of them. # [ENDS]"""
+    found = np.full(ENDS, -1, dtype=np.int64)
+    known = sorted(tokens)[:ENDS]
+    found[: len(known)] = known
+    return found
+
+
+@compiled
+def fill_new_tokens(
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    ancestors: Ints,
+    last: Ints,
+    starts: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    pages: NDArray[np.int32],
+    new: Ints,
+    counts: Ints,
+    before: Ints,
+    idle: int,
+    page: int,
+) -> None:
+    """The new tokens of sequences, one sequence after the other, so many of each behind so many: each sees those before
+    it. Absent sequences have none; nodes that only fill the pass up write where nothing is kept."""
+    node = 0
+    for text in range(len(last)):
+        starts[text], lengths[text] = node, 0
+        if text >= len(counts):
+            pages[text, 0] = idle // page
+        else:
+            lengths[text] = before[text]
+            for place in range(counts[text]):
+                at = before[text] + place
+                tokens[node], positions[node] = new[node], at
+                slots[node] = pages[text, at // page] * page + at % page
+                ancestors[node] = (np.int64(2) << np.int64(place)) - 1
+                node += 1
+        last[text] = max(node - 1, 0)
+    starts[len(last)] = node
+    for rest in range(node, len(tokens)):
+        tokens[rest], positions[rest], slots[rest], ancestors[rest] = 0, 0, idle, 1

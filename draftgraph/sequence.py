@@ -1,0 +1,367 @@
+"""A sequence being continued, and the engines that it is computed in. The order in which its methods are called is that
+of `step.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, RejectionChooser, Walk, walk
+from draftgraph.config import CostModel, GraphConfig
+from draftgraph.cost.budget import HitRate
+from draftgraph.cost.prices import Pricing
+from draftgraph.engine.protocol import Engine, PassResult, Segment, common_prefix
+from draftgraph.errors import DraftGraphError
+from draftgraph.generation import Request
+from draftgraph.noise import KeyedNoise
+from draftgraph.proposers.copying import Past, SuffixProposer
+from draftgraph.proposers.device_draft import WIDTH, DeviceDrafts
+from draftgraph.proposers.draft_model import DraftVocabulary, ModelProposer
+from draftgraph.proposers.growth import Growing
+from draftgraph.proposers.policies import Hypotheses, Limits, Policy, Sources, policy_for, root_alone
+from draftgraph.proposers.pooling import Calibration
+from draftgraph.proposers.recycling import RecycleProposer
+from draftgraph.stats import Observer, Stats, Step
+
+MOST_DRAFTS = 8  # kinds of drafts on a device that are kept; those not asked for the longest time go
+
+
+class Engines:
+    """The engines of a target and its draft, and the drafts that grow on the device."""
+
+    def __init__(self, target: Engine, draft: Engine | None = None, vocabulary: DraftVocabulary | None = None) -> None:
+        self.target, self.draft, self.vocabulary = target, draft, vocabulary
+        self._device_drafts: dict[tuple[int, int, int], DeviceDrafts] = {}  # by k, levels and width
+
+    @property
+    def all(self) -> list[Engine]:
+        return [self.target, *([] if self.draft is None else [self.draft])]
+
+    @property
+    def can_branch(self) -> bool:
+        return all(engine.branching for engine in self.all)
+
+    def device_drafts(self, config: GraphConfig) -> DeviceDrafts | None:
+        """Who drafts for sequences of this configuration on the device; None: the draft is asked level by level."""
+        on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
+        if self.draft is None or self.vocabulary is None or not self.draft.captured or not on_device:
+            return None
+        shape = config.k, config.levels, 1 if config.mode == "chain" else WIDTH
+        drafts = self._device_drafts.pop(shape, None) or DeviceDrafts(self.draft, self.vocabulary, *shape)
+        self._device_drafts[shape] = drafts  # kept: recorded programs belong to them
+        if len(self._device_drafts) > MOST_DRAFTS:
+            del self._device_drafts[next(iter(self._device_drafts))]
+        return drafts
+
+    def proposer(self, config: GraphConfig, context: Any, ends: frozenset[int]) -> Any:
+        """The draft model as a source of edges for one sequence."""
+        if context is None or self.vocabulary is None:
+            return None
+        if (drafts := self.device_drafts(config)) is not None:
+            return drafts.open(context, ends)
+        return ModelProposer(context, self.vocabulary, config.k)
+
+    def launch_drafts(self, sequences: Several[Sequence]) -> None:
+        """Drafts on the device set off together, as far as each of them is to go."""
+        for drafts in self._device_drafts.values():
+            drafts.launch([one.draft for one in sequences if getattr(one.draft, "group", None) is drafts])
+
+    @property
+    def draft_seconds(self) -> float:
+        """That the last runs on the device took of the host's time, waiting for them included."""
+        return sum(drafts.seconds for drafts in self._device_drafts.values())
+
+    @property
+    def draft_passes(self) -> list[int]:
+        """Nodes of the last runs on the device, pass by pass."""
+        return [nodes for drafts in self._device_drafts.values() for nodes in drafts.fed]
+
+
+@dataclass
+class Learnt:
+    """What all sequences of a decoder learn about its draft."""
+
+    hits: HitRate
+    calibrations: dict[bool, Calibration]  # by whether text is sampled: noise makes other estimates
+    observer: Observer | None = None
+
+
+@dataclass(frozen=True)
+class Unlearnt:
+    """A step that nothing has been learnt from yet."""
+
+    step: Step
+    hypotheses: Hypotheses
+    visited: list[int]
+    result: PassResult | None  # whose ranking is remembered
+
+
+class Sequence:
+    """One text being continued."""
+
+    def __init__(
+        self,
+        request: Request,
+        seed: int,
+        config: GraphConfig,
+        *,
+        row: int = 0,
+        sample: int | None = None,  # which of several with one seed
+        outputs: Outputs | None = None,
+        tenant: str = "",  # it may begin with what this tenant's sequences left behind
+        past: Past | None = None,  # answers that it may copy from
+        on_prompt: Callable[[Tensor], None] | None = None,  # is given the logits of every piece of the prompt
+    ) -> None:
+        self.request, self.config, self.outputs = request, config, outputs or Outputs()
+        self.tenant, self.past, self.on_prompt = tenant, past, on_prompt
+        padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
+        ids = request.input_ids[row : row + 1]
+        self.max_length = request.max_length
+        self.prefix = Prefix.of(ids, self.max_length, padding)
+        self.text: list[int] = ids[0, padding:].tolist()
+        self._stats = Stats()
+        self.prompt_length = self._stats.prompt_tokens = len(self.text)
+        sample = row % (request.config.num_return_sequences or 1) if sample is None else sample
+        self.noise = KeyedNoise(seed, sample) if request.samples else None
+        self.finish_reason: FinishReason | None = None
+        self.failure: Exception | None = None
+        self.admitted: float | None = None  # when it first had contexts
+        self.reused = 0  # tokens of the prompt that did not have to be read
+        self.began = False  # its prompt has been read: it takes steps
+        self.drafts_next = True  # it is to have a graph in the next step
+        self.context: Any = None
+        self.draft: Any = None
+        self._unlearnt: Unlearnt | None = None
+
+    def open(self, engines: Engines, learnt: Learnt, pricing: Pricing, contexts: list[Any]) -> None:
+        """Takes contexts in the target's engine and in the draft's, where there is one."""
+        self.admitted = self.admitted or time.monotonic()
+        self.engines, self.learnt, self.pricing = engines, learnt, pricing
+        if not engines.can_branch:
+            self.config = replace(self.config, k=1)
+        self.context, *drafting = contexts
+        ends = self.request.eos_ids
+        self.draft = engines.proposer(self.config, drafting[0], ends) if drafting and self.config.drafts else None
+        self.contexts: list[Any] = [self.context, *([] if self.draft is None else [self.draft.context])]
+        self.chooser = self._chooser()
+        self.sampling = self.chooser.sampling
+        self.sources = self._sources()
+        self.calibration = learnt.calibrations[self.request.samples]
+        limits = Limits(self.config, ends, learnt.hits, self.calibration)
+        self.policy: Policy = policy_for(self.sources, limits)
+
+    def _chooser(self) -> KeyedChooser | RejectionChooser:
+        processors, temperature = self.request.processors, self.request.temperature
+        if self.config.verification == "rejection" and self.noise is not None:
+            drafted = {}
+            if self.draft is not None:
+                self.draft.keep_logits, drafted = True, self.draft.logits
+            return RejectionChooser(processors, self.noise, temperature, drafted, self.outputs)
+        return KeyedChooser(processors, self.noise, self.outputs)
+
+    def _sources(self) -> Sources:
+        """The draft guesses with the noise of the choice; a sequence without a draft copies in every mode."""
+        config, perturb = self.config, self.chooser.perturb(self.request.temperature)
+        if self.draft is not None:
+            self.draft.perturb = perturb
+        copied = SuffixProposer(config.k) if config.copies or (config.drafts and self.draft is None) else None
+        if copied is not None:
+            copied.past = self.past
+        recycled = RecycleProposer(config.k, perturb) if config.mode == "auto" else None
+        return Sources(self.draft, copied, recycled)
+
+    # The prompt
+
+    def read_prompt(self, reuse: bool = False) -> None:
+        """All models read the text but for its last token, which is the first root; alone, without others."""
+        chunk = self.request.config.prefill_chunk_size
+        for context, text in zip(self.contexts, self._texts_read(), strict=True):
+            context.begin(len(self.text), reuse)
+            context.expected = self.max_length + self.config.nodes
+            context.reserve(self.max_length + self.config.nodes)
+            context.rewind(common_prefix(context.text, text))
+            context.prefill(text[len(context.text) :], chunk, self.text[-1])
+        self.begin()
+        self.plan_draft(self.cost())
+        self.engines.launch_drafts([self])
+        self.recall()
+
+    def begin_with_known(self) -> None:
+        """Begins with what the engines have of the text; the rest is read piece by piece."""
+        for place, (context, text) in enumerate(zip(self.contexts, self._texts_read(), strict=True)):
+            context.expected = self.max_length + self.config.nodes
+            context.begin(len(self.text), False)
+            if self.on_prompt is None:
+                reused = context.begin_with(text, self.text[-1])
+                self.reused = reused if place == 0 else self.reused
+
+    def _texts_read(self) -> list[list[int]]:
+        """What each model reads before the first step."""
+        known = self.text[:-1]
+        return [known, *([] if self.draft is None else [self.draft.as_read(known)])]
+
+    def piece(self, most: int) -> Segment | None:
+        """What the target is to read next of the prompt."""
+        start = len(self.context.text)
+        unread = self.text[start : min(start + most, len(self.text) - 1)]
+        return Segment.of_text(self.context, unread, self.on_prompt is not None) if unread else None
+
+    def draft_piece(self, most: int, late: int = 0) -> Segment | None:
+        """The same for the draft, where it lacks more than `late` tokens."""
+        if self.draft is None:
+            return None
+        start, end = len(self.draft.context.text), len(self.text) - 1
+        if end - start <= late:
+            return None
+        return Segment.of_text(self.draft.context, self.draft.as_read(self.text[start : min(start + most, end)]))
+
+    def read(self, segment: Segment, result: PassResult) -> None:
+        """A piece of the prompt is text now."""
+        segment.commit()
+        if self.on_prompt is not None:
+            self.on_prompt(result.logits)
+
+    def begin(self) -> None:
+        """The prompt has been read: it takes steps from now on."""
+        self.began = True
+
+    def close(self) -> None:
+        """Gives its contexts back; what they hold may serve other sequences."""
+        self.began = False
+        for context in self.contexts:
+            context.close()
+
+    # A step
+
+    def cost(self) -> CostModel:
+        """What passes cost behind a text of this length, for a sequence alone."""
+        return self.pricing.at(len(self.text))
+
+    def plan_draft(self, cost: CostModel | None) -> None:
+        """Notes how far the draft goes in the next step under these prices; None: not at all."""
+        if cost is not None:
+            self.policy.plan(cost)
+        self.policy.begin(self.text, 0 if cost is None else self._depth_limit())
+
+    def grow(self, cost: CostModel) -> Growing[Hypotheses]:
+        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
+        return self.policy.grow(self.text, self._depth_limit(), cost)
+
+    def root_alone(self) -> Hypotheses:
+        return root_alone(self.text, self.policy.limits)
+
+    def choose(self, hypotheses: Hypotheses, result: PassResult) -> Walk:
+        """The path that the target agrees with, and the token that it adds."""
+        chosen = walk(hypotheses.tree, result, self.chooser, self.prefix, self.request.criteria)
+        if not self.request.may_be_invalid and not result.finite(chosen.visited):
+            raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
+        return chosen
+
+    def commit(self, hypotheses: Hypotheses, result: PassResult, chosen: Walk) -> Step:
+        """The accepted path becomes text in both caches; the rest is forgotten."""
+        tree, accepted = hypotheses.tree, [0, *chosen.path]
+        step = Step(len(self.text) - 1, hypotheses.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
+        self.context.commit(accepted, tree.tokens[accepted].tolist())
+        self.policy.commit(hypotheses, chosen.path)
+        self.text.extend(chosen.tokens)
+        self.finish_reason = chosen.finish_reason
+        recycles = self.sources.recycled is not None and self.drafts_next
+        if recycles:
+            _ = result.ranking  # read before the next pass overwrites it
+        self._unlearnt = Unlearnt(step, hypotheses, chosen.visited, result if recycles else None)
+        return step
+
+    def remember(self) -> None:
+        """What the target said at the nodes of the last step; then the memories begin the next, if it is drafted."""
+        if self.finish_reason is not None or self._unlearnt is None:
+            return
+        step, result = self._unlearnt.step, self._unlearnt.result
+        if self.sources.recycled is not None and result is not None:
+            self.sources.recycled.learn(self.text, step.position, step.tree, step.path, result.ranking)
+        if self.drafts_next:
+            self.recall()
+
+    def recall(self) -> None:
+        """The memories begin the next step."""
+        self.policy.recall(self.text, self._depth_limit())
+
+    def learn(self) -> None:
+        """What the last step was, and how well it had been foretold: can wait until the target works on the next."""
+        if self._unlearnt is None:
+            return
+        unlearnt, self._unlearnt = self._unlearnt, None
+        step, hypotheses = unlearnt.step, unlearnt.hypotheses
+        if hypotheses.proposed is not None:
+            told = hypotheses.graph, hypotheses.tree, unlearnt.visited, step.tokens
+            hypotheses.proposed.settle(self.calibration, *told)
+            self.calibration.learn()
+        if self.noise is not None:
+            self.noise.forget_before(len(self.text))
+        self._stats.count(step)
+        if self.draft is not None:
+            self._stats.draft_passes, self._stats.draft_tokens = self.draft.passes, self.draft.tokens_fed
+            self.learnt.hits.count(step)
+        if self.learnt.observer is not None:
+            self.learnt.observer(step)
+
+    def restart(self) -> None:
+        """The step that was begun is not taken: it is begun anew."""
+        for context in self.contexts:
+            context.forget(0)
+        if self.began:
+            self.learn()
+            self.plan_draft(self.cost() if self.drafts_next else None)
+            self.recall()
+
+    def _depth_limit(self) -> int:
+        """No deeper than the text may still grow, nor across a change of the rotary embedding."""
+        deepest = self.max_length - self.prefix.length - 1
+        for context in self.contexts:
+            limit = context.depth_limit(len(self.text) - 1)
+            deepest = deepest if limit is None else min(deepest, limit)
+        return max(0, deepest)
+
+    # What there is to see
+
+    @property
+    def stats(self) -> Stats:
+        """The figures of all steps so far."""
+        self.learn()
+        return self._stats
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all steps went."""
+        return self._stats.seconds
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.text[self.prompt_length :]
+
+    @property
+    def done(self) -> bool:
+        return self.failure is not None or self.finish_reason is not None
+
+    @property
+    def decides_by_the_clock(self) -> bool:
+        """Whether it drafts only where that has paid, beside others."""
+        return self.config.mode == "auto" and self.pricing.in_seconds
+
+    @property
+    def prices(self) -> str | None:
+        """The prices that mode `auto` decides by: measured, flat, or the class of one's own."""
+        return self.pricing.name if self.config.mode == "auto" else None
+
+
+@torch.no_grad()
+def forget_all(sequences: Several[Sequence]) -> None:
+    """What engines hold of these sequences cannot be trusted: a step was interrupted."""
+    for sequence in sequences:
+        for context in sequence.contexts:
+            context.rewind(0)

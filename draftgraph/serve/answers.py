@@ -1,0 +1,271 @@
+"""Answers in OpenAI's two forms, of chats and of completions: whole, or as server-sent events while they come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from draftgraph.batching.job import Job
+from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, json_bytes
+from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
+from draftgraph.serve.schemas import ChatRequest, CompletionLogprobs, CompletionRequest, GenerationRequest
+from draftgraph.serve.text import AnswerText, TokenNames
+from draftgraph.text import decode
+
+logger = logging.getLogger("draftgraph.serve")
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is for nginx
+SLOW_READER_SECONDS = 60.0  # for the rest of a stream when the request's own time is over
+T = TypeVar("T")
+Body = dict[str, Any]
+
+
+class Form(ABC):
+    """What both have in common: all but their choices."""
+
+    prefix: str  # of an answer's id
+    whole_object: str
+    event_object: str
+
+    def __init__(self, server: Server, body: GenerationRequest, jobs: Sequence[Job]) -> None:
+        self.generation = Generation(server, self.prefix, jobs, body.stops)
+        self._answers = list(self.generation.answers.values())
+        self._server, self._body = server, body
+
+    @abstractmethod
+    def _choice(self, deltas: list[Delta]) -> Body: ...
+
+    @abstractmethod
+    def _event_choice(self, delta: Delta) -> Body: ...
+
+    def whole(self, deltas: list[Delta]) -> Body:
+        own = [[delta for delta in deltas if delta.index == answer.index] for answer in self._answers]
+        return self._with_head(self.whole_object, map(self._choice, own)) | {"usage": self.generation.usage()}
+
+    def opening(self) -> list[Body]:
+        """Events before the first delta."""
+        return []
+
+    def event(self, delta: Delta) -> Body:
+        event = self._event(self._event_choice(delta))
+        return event if delta.trace is None else event | {"draftgraph": delta.trace}
+
+    def last(self) -> Body | None:
+        return self._event() | {"usage": self.generation.usage()} if self._body.wants_usage else None
+
+    def _event(self, *choices: Body) -> Body:
+        event = self._with_head(self.event_object, choices)
+        return event | {"usage": None} if self._body.wants_usage else event
+
+    def _with_head(self, kind: str, choices: Iterable[Body]) -> Body:
+        return {
+            "id": self.generation.id,
+            "object": kind,
+            "created": self.generation.created,
+            "model": self._server.settings.model_name,
+            "choices": list(choices),
+        }
+
+
+class ChatForm(Form):
+    prefix, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _body: ChatRequest
+
+    def opening(self) -> list[Body]:
+        """Names the speaker, once for each answer."""
+        role = {"role": "assistant", "content": ""}
+        return [
+            self._event({"index": answer.index, "delta": role, "logprobs": None, "finish_reason": None})
+            for answer in self._answers
+        ]
+
+    def _choice(self, deltas: list[Delta]) -> Body:
+        text = "".join(delta.text for delta in deltas)
+        return {
+            "index": deltas[-1].index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": deltas[-1].finish_reason or "stop",
+        }
+
+    def _event_choice(self, delta: Delta) -> Body:
+        return {
+            "index": delta.index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs([delta]),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _logprobs(self, deltas: list[Delta]) -> Body | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs([one for delta in deltas for one in delta.scores], self._server.names)
+
+
+class CompletionForm(Form):
+    """Answers stand behind their prompts with `echo`."""
+
+    prefix, whole_object, event_object = "cmpl", "text_completion", "text_completion"
+    _body: CompletionRequest
+
+    def __init__(self, server: Server, body: CompletionRequest, jobs: Sequence[Job]) -> None:
+        super().__init__(server, body, jobs)
+        self._tokenizer = server.prompts.tokenizer
+        self._prompt_texts = [self._echoed(prompt) for prompt in body.prompts]
+        self._begun: set[int] = set()
+
+    def _echoed(self, prompt: str | list[int]) -> str:
+        """As it was given, or as its tokens read; nothing without `echo`."""
+        if not self._body.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else decode(self._tokenizer, prompt)
+
+    def _event_choice(self, delta: Delta) -> Body:
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        return self._choice([delta], with_prompt=is_first)
+
+    def _choice(self, deltas: list[Delta], with_prompt: bool = True) -> Body:
+        answer = self._answers[deltas[-1].index]
+        prompt = self._prompt_texts[answer.index // self._body.choices]
+        return {
+            "index": answer.index,
+            "text": (prompt if with_prompt else "") + "".join(delta.text for delta in deltas),
+            "logprobs": self._logprobs(answer, deltas, len(prompt), with_prompt),
+            "finish_reason": deltas[-1].finish_reason,
+        }
+
+    def _logprobs(
+        self, answer: Answer, deltas: list[Delta], before: int, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        names = self._server.names
+        found = completion_logprobs([one for delta in deltas for one in delta.scores], names, before)
+        if not (with_prompt and self._body.echo):
+            return found
+        prompt = completion_logprobs(self._prompt_scores(answer), names)
+        return {name: prompt[name] + found[name] for name in found}  # type: ignore[literal-required,return-value]
+
+    def _prompt_scores(self, answer: Answer) -> list[TokenScore]:
+        text = AnswerText(self._tokenizer)
+        scores = []
+        for token, found in zip(answer.job.tokens, answer.prompt_logprobs or [], strict=False):
+            start = text.length
+            text.push(token)
+            scores.append(TokenScore.of(token, found, start, text.length))
+        return scores
+
+
+def chat_logprobs(scores: Sequence[TokenScore], names: TokenNames) -> Body:
+    def entry(token: int, logprob: float) -> Body:
+        return {"token": names.text(token), "logprob": logprob, "bytes": list(names.bytes(token))}
+
+    content = [
+        entry(one.token, one.logprob or 0.0) | {"top_logprobs": [entry(*top) for top in one.top]} for one in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(scores: Sequence[TokenScore], names: TokenNames, offset: int = 0) -> CompletionLogprobs:
+    """`offset`: where the text that these tokens are counted in begins in the choice's."""
+    return {
+        "tokens": [names.key(one.token) for one in scores],
+        "token_logprobs": [one.logprob for one in scores],
+        "top_logprobs": [
+            None
+            if one.logprob is None
+            else {names.key(token): logprob for token, logprob in [*one.top, (one.token, one.logprob)]}
+            for one in scores
+        ],
+        "text_offset": [one.start + offset for one in scores],
+    }
+
+
+async def respond(request: Request, form: Form, stream: bool, seconds: float) -> Response:
+    """The answer whole, or as a stream; a failure before its first delta is still a plain error."""
+    deltas = form.generation.deltas()
+    if not stream:
+        async with aclosing(deltas):
+            return JSONAnswer(form.whole(await while_present(request.receive, gathered(deltas))))
+    first = await while_present(request.receive, anext(deltas, None))
+    return EventStream(events(form, first, deltas), deltas, seconds + SLOW_READER_SECONDS)
+
+
+async def gathered(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+async def events(form: Form, first: Delta | None, rest: AsyncIterator[Delta]) -> AsyncGenerator[bytes, None]:
+    try:
+        for body in form.opening():
+            yield event(body)
+        if first is not None:
+            yield event(form.event(first))
+        async for delta in rest:
+            yield event(form.event(delta))
+        if last := form.last():
+            yield event(last)
+    except ApiError as error:
+        yield event(error.body)
+    except Exception:
+        logger.exception("a stream failed")
+        yield event(ApiError(500, SERVER_FAULT, type="server_error").body)
+    yield b"data: [DONE]\n\n"
+
+
+def event(body: Any) -> bytes:
+    return b"data: " + json_bytes(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events until the client goes away; the request behind them is closed in any case."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], seconds: float) -> None:
+        self.status_code, self.background = 200, None
+        self._events, self._source, self._seconds = events, source, seconds
+        self.init_headers(HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await while_present(receive, self._send(send))
+        except (ClientGone, TimeoutError):
+            return
+        finally:
+            await self._events.aclose()
+            await self._source.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._events:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; it is dropped when the client goes away."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnection(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,256 @@
+"""Requests and answers in OpenAI's form. Fields of a request that are not known are left out: clients send many."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import TypedDict
+
+from draftgraph.config import Mode
+
+DEEPEST = 64  # objects and lists inside one another
+MOST_ALTERNATIVES = 20
+MOST_BIASES = 1024
+MOST_NODES, MOST_LEVELS = 512, 64  # of a graph: what one client asks for is computed for all
+WHOLE = 2**31 - 1  # more than any model's tokens
+SEEDS = 2**63
+
+JSONObject = dict[str, Any]
+Finish = Literal["stop", "length"]
+Count = Annotated[int, Field(ge=0, le=WHOLE)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+Small = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Given(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Given):
+    include_usage: bool = False
+
+
+class Extension(Given):
+    """How draftgraph is to draft for this request; what is left out is as the server was started with."""
+
+    mode: Mode | None = None
+    k: Small | None = None
+    tau: Small | None = None
+    theta_prob: Share | None = None
+    theta_sib: Share | None = None
+    max_nodes: Annotated[int, Field(ge=1, le=MOST_NODES)] | None = None
+    max_depth: Annotated[int, Field(ge=0, le=MOST_LEVELS)] | None = None
+    chain_length: Small | None = None
+    trace: bool = Field(False, description="Send every token's source and every step's graph")
+
+    def config(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"trace"}, exclude_none=True)
+
+
+class GenerationRequest(Given):
+    """The fields that chats and completions share."""
+
+    model: str | None = Field(None, description="May be left out: there is one")
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=WHOLE)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[Count, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASES)
+    seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=64)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Ignored")
+    draftgraph: Extension | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def not_too_deep(cls, values: Any) -> Any:
+        if depth(values) > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} objects and lists inside one another")
+        return values
+
+    @model_validator(mode="after")
+    def usage_is_of_streams(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for requests with stream: true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def traced(self) -> bool:
+        return self.draftgraph is not None and self.draftgraph.trace
+
+
+def depth(value: Any) -> int:
+    """Of a JSON value, without recursion; stops counting when it is too deep."""
+    deepest, level = 0, [value]
+    while level and deepest <= DEEPEST:
+        containers = [one for one in level if isinstance(one, dict | list)]
+        deepest += bool(containers)
+        level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
+    return deepest
+
+
+class Part(Given):
+    type: str
+    text: str | None = None
+
+
+class Message(Given):
+    """Further fields, tool_calls and tool_call_id for two, are for the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(examples=["user"])
+    content: str | list[Part] | None = Field(None, examples=["Why is the sky blue?"])
+
+
+class Schema(Given):
+    name: str | None = None
+    given: JSONObject | bool = Field(True, alias="schema")
+
+
+class ResponseFormat(Given):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[JSONObject] | None = None
+    tool_choice: str | JSONObject | None = None
+    chat_template_kwargs: JSONObject | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[str, Field(examples=["Once upon a time"])] | list[Count] | list[str] | list[list[Count]] = Field(
+        description="A text or its token ids, or a list of such"
+    )
+    logprobs: Alternatives | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """As a list, whatever was given."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return prompt  # type: ignore[return-value]
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    draftgraph: dict[str, Any]  # figures of drafting
+
+
+class Alternative(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class ChatAnswer(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+
+
+class Completion(TypedDict):
+    """Whole, or the event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    draftgraph: NotRequired[dict[str, Any]]
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]

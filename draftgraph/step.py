@@ -1,0 +1,215 @@
+"""One step over one or many sequences: the only place that decides the order.
+
+Grow, prune, merge and flatten the graph of every sequence; verify all of them in one pass of the target, in which
+prompts of others are read too; choose and commit for each; start the drafts of the next step; remember and learn while
+a device is at work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from draftgraph.cost.sharing import Experience, Seconds
+from draftgraph.engine.capture import Captured
+from draftgraph.engine.pages import OutOfPages
+from draftgraph.engine.protocol import PassResult, Segment
+from draftgraph.proposers.growth import grow_together
+from draftgraph.proposers.policies import Hypotheses
+from draftgraph.sequence import Engines, Sequence
+from draftgraph.stats import Step
+
+LATE = 24  # tokens that a draft may lack when it begins a level beside others: more are read before
+CATCH_UP = 1024  # of them in one pass
+
+
+@dataclass
+class Taken:
+    """What became of a step, and what it took."""
+
+    steps: list[tuple[Sequence, Step | None]] = field(default_factory=list)  # None: it failed
+    sequences: int = 0  # in the pass of the target
+    drafting: int = 0  # of them have a graph
+    nodes: int = 0  # checked
+    draft_passes: list[int] = field(default_factory=list)  # nodes of each
+    seconds: Seconds = field(default_factory=Seconds)
+    recorded: int = field(default_factory=lambda: Captured.made)  # passes, before it began
+
+
+Reading = dict[Sequence, Segment | None]  # sequences whose prompts are being read, and the piece that is read now
+
+
+def step(ready: list[Sequence], reading: Reading, engines: Engines, experience: Experience) -> Taken:
+    """One step of the sequences that are ready. In the same pass pieces of prompts are read; sequences whose prompts
+    have been read are ready from then on.
+
+    Raises what a pass raises (memory or pages are short) before any sequence has taken its step.
+    """
+    taken, started = Taken(), time.perf_counter()
+    graphs = grow(ready, engines, experience, taken)
+    results = verify(ready, graphs, reading, engines, taken)
+    verified = time.perf_counter()
+    choose_and_commit(ready, graphs, results, taken)
+    begun = begin_read(reading, results, taken)
+    starting = start_drafts([*(one for one in ready if not one.done), *begun], engines, experience)
+    remember_and_learn(taken, begun, engines.target.asynchronous)
+    now = time.perf_counter()
+    taken.seconds.other = now - verified - starting
+    account(ready, taken, experience, now - started)
+    return taken
+
+
+def grow(ready: list[Sequence], engines: Engines, experience: Experience, taken: Taken) -> list[Hypotheses]:
+    """Grow, prune, merge and flatten: the graphs of all sequences. A draft that is asked level by level makes one pass
+    for the levels of all of them; one on a device set off when the step before was committed."""
+    started, on_device, seconds = time.perf_counter(), engines.draft_seconds, taken.seconds
+
+    def run(segments: list[Segment]) -> list[PassResult]:
+        assert engines.draft is not None
+        start = time.perf_counter()
+        results = engines.draft.run(segments)
+        engines.draft.wait()
+        seconds.levels += time.perf_counter() - start
+        taken.draft_passes.append(sum(len(segment.tokens) for segment in segments))
+        return results
+
+    drafting = [sequence for sequence in ready if sequence.drafts_next]
+    growing = [sequence.grow(experience.prices(sequence.cost(), len(ready))) for sequence in drafting]
+    grown = dict(zip(drafting, grow_together(growing, run), strict=True))
+    waited = engines.draft_seconds - on_device
+    seconds.grow = time.perf_counter() - started - seconds.levels - waited
+    seconds.levels += engines.draft_seconds
+    taken.drafting = len(drafting)
+    taken.draft_passes += engines.draft_passes
+    return [grown[sequence] if sequence in grown else sequence.root_alone() for sequence in ready]
+
+
+def verify(
+    ready: list[Sequence], graphs: list[Hypotheses], reading: Reading, engines: Engines, taken: Taken
+) -> dict[Sequence, PassResult]:
+    """What the target says at every node of all graphs, and of the prompts that are read, in one pass. While it is at
+    work, sequences learn from the step before."""
+    start = time.perf_counter()
+    segments = {
+        sequence: Segment.of_tree(sequence.context, hypotheses.tree, sequence.sampling)
+        for sequence, hypotheses in zip(ready, graphs, strict=True)
+    }
+    segments |= {sequence: piece for sequence, piece in reading.items() if piece is not None}
+    results = engines.target.run(list(segments.values())) if segments else []
+    for sequence, hypotheses in zip(ready, graphs, strict=True):
+        hypotheses.tree.index()
+        sequence.learn()
+    engines.target.wait()
+    taken.sequences, taken.nodes = len(segments), sum(len(hypotheses.tree) for hypotheses in graphs)
+    taken.seconds.verify = time.perf_counter() - start
+    return dict(zip(segments, results, strict=True))
+
+
+def choose_and_commit(
+    ready: list[Sequence], graphs: list[Hypotheses], results: dict[Sequence, PassResult], taken: Taken
+) -> None:
+    """The paths that the target agrees with become text. A sequence in which something goes wrong fails alone."""
+
+    def act(sequence: Sequence, hypotheses: Hypotheses) -> None:
+        result = results[sequence]
+        chosen = sequence.choose(hypotheses, result)
+        taken.steps.append((sequence, sequence.commit(hypotheses, result, chosen)))
+
+    for sequence, hypotheses in zip(ready, graphs, strict=True):
+        if not guarded(sequence, act, sequence, hypotheses):
+            taken.steps.append((sequence, None))
+
+
+def begin_read(reading: Reading, results: dict[Sequence, PassResult], taken: Taken) -> list[Sequence]:
+    """Pieces of prompts become text. Sequences whose prompts have been read take steps from now on, and others of their
+    tenants may begin with what they read."""
+    for sequence, piece in reading.items():
+        if piece is not None and not guarded(sequence, sequence.read, piece, results[sequence]):
+            taken.steps.append((sequence, None))
+    begun = [sequence for sequence in reading if sequence.failure is None and sequence.piece(1) is None]
+    for sequence in begun:
+        for context in sequence.contexts:
+            context.publish()
+        sequence.begin()
+    return begun
+
+
+def start_drafts(ready: list[Sequence], engines: Engines, experience: Experience) -> float:
+    """Decides which sequences draft in the next step and how far, and launches the drafts on a device, all together;
+    the seconds that launching took."""
+    drafts = experience.habit(len(ready)).drafts
+    for sequence in ready:
+        sequence.drafts_next = drafts or not sequence.decides_by_the_clock
+    catch_up(ready, engines)
+    for sequence in ready:
+        prices = experience.prices(sequence.cost(), len(ready)) if sequence.drafts_next else None
+        sequence.plan_draft(prices)
+    start = time.perf_counter()
+    engines.launch_drafts(ready)
+    return time.perf_counter() - start
+
+
+def catch_up(ready: list[Sequence], engines: Engines) -> None:
+    """A draft that is asked level by level reads what it has missed while a sequence did not draft (`DeviceDrafts`
+    reads for those on a device). Where there is no room, the sequence does without a draft for another step."""
+    late = [one for one in ready if one.drafts_next and one.draft is not None and not one.draft.on_device]
+    lacking = LATE if len(ready) > 1 else CATCH_UP  # one alone holds up nobody: it reads when it drafts, if it does
+    try:
+        while read_draft(late, engines, lacking):
+            pass
+    except (OutOfPages, torch.OutOfMemoryError):
+        for sequence in late:
+            sequence.drafts_next = sequence.draft_piece(1, lacking) is None
+
+
+def read_draft(sequences: Several[Sequence], engines: Engines, late: int = 0) -> bool:
+    """The draft reads a piece of those of which it lacks more tokens than that; whether there were any."""
+    pieces = [piece for sequence in sequences if (piece := sequence.draft_piece(CATCH_UP, late)) is not None]
+    if pieces and engines.draft is not None:
+        engines.draft.run(pieces)
+        for piece in pieces:
+            piece.commit()
+    return bool(pieces)
+
+
+def remember_and_learn(taken: Taken, begun: list[Sequence], asynchronous: bool) -> None:
+    """What the step has shown; some of it later, if there is time while the target is at work on the next."""
+
+    def act(sequence: Sequence) -> None:
+        sequence.remember()
+        if sequence.done or sequence.learnt.observer is not None or not asynchronous:
+            sequence.learn()
+
+    for sequence in begun:
+        sequence.recall()
+    for sequence, found in taken.steps:
+        if found is not None:
+            guarded(sequence, act, sequence)
+
+
+def account(ready: list[Sequence], taken: Taken, experience: Experience, seconds: float) -> None:
+    """Where the time went; and, of a step in which nothing was read or recorded, how long it took beside its prices."""
+    for sequence in ready:
+        taken.seconds.spent_on(sequence.seconds)
+    if not ready or taken.sequences > len(ready) or Captured.made != taken.recorded:
+        return
+    experience.learn(ready[0].cost(), len(ready), taken.nodes, taken.draft_passes, taken.seconds, taken.drafting)
+    if len(ready) > 1 and any(sequence.decides_by_the_clock for sequence in ready):
+        tokens = sum(len(found.tokens) for _, found in taken.steps if found is not None)
+        experience.habit(len(ready)).learn(tokens, seconds)
+
+
+def guarded(sequence: Sequence, act: Callable[..., Any], *given: Any) -> bool:
+    """What goes wrong in one sequence ends that sequence alone."""
+    try:
+        act(*given)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        sequence.failure = error
+    return sequence.failure is None

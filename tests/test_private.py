@@ -1,0 +1,206 @@
+"""Names of torch and transformers that are not public: there in the installed versions, and what happens without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import target_of
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+import draftgraph
+from draftgraph import private
+from draftgraph.engine.borrowing import Loan, borrowed_attention, configs_of
+from draftgraph.generation import prepare, refuse_fields
+from draftgraph.kernels import linear
+
+PROMPT = torch.tensor([[3, 1, 4]])
+NAMES = (
+    "_attn_implementation_internal",
+    "_experts_implementation_internal",
+    "_supports_sdpa",
+    "_is_stateful",
+    "_from_config",
+    "_eos_token_tensor",
+    "_pad_token_tensor",
+    "_get_default_generation_params",
+    "_prefix_allowed_tokens_fn",
+    "_compile_all_devices",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "._parameters",
+    "._version",
+    "._name_or_path",
+    "._attn_implementation",
+    "_pytree",
+    "mkldnn._",
+)
+
+
+def test_they_are_used_in_one_file() -> None:
+    package = Path(draftgraph.__path__[0])
+    for file in package.rglob("*.py"):
+        found = [name for name in NAMES if name in file.read_text(encoding="utf-8")]
+        assert not found or file == package / "private.py", f"{file}: {found}"
+
+
+def implementations(configs: list[Any]) -> list[Any]:
+    return [(private.attention_of(config), config._experts_implementation) for config in configs]
+
+
+def test_implementations_are_switched() -> None:
+    model, names = target_of("mixtral"), {"_attn_implementation": "ours", "_experts_implementation": "batched_mm"}
+    configs = configs_of(model)
+    assert all(f"{name}_internal" in vars(config) for config in configs for name in names)
+    before = implementations(configs)
+    with borrowed_attention(model, configs, names):
+        assert set(implementations(configs)) == {("ours", "batched_mm")}
+    assert implementations(configs) == before
+    private.set_implementation(model.config, "_attn_implementation", "flex_attention")
+    with Loan(model):
+        assert private.attention_of(model.config) == "sdpa"
+    assert private.attention_of(model.config) == "flex_attention"
+
+
+class Renamed:
+    """A configuration whose property keeps its value elsewhere, and sets that of its sub-configurations too."""
+
+    def __init__(self, value: str, *parts: Renamed) -> None:
+        self.value, self.parts = value, parts
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self.value
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str) -> None:
+        self.value = value
+        for part in self.parts:
+            part._attn_implementation = value
+
+
+def test_implementations_are_switched_without_the_names_behind_them() -> None:
+    part = Renamed("eager")
+    whole = Renamed("sdpa", part)
+    with borrowed_attention(nn.Module(), [whole, part], {"_attn_implementation": "ours"}):
+        assert (whole.value, part.value) == ("ours", "ours")
+    assert (whole.value, part.value) == ("sdpa", "eager")
+
+
+def test_a_configuration_without_attention_has_none() -> None:
+    assert private.attention_of(object()) is None
+
+
+def test_what_models_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recurrent = target_of("llama"), transformers.MambaForCausalLM
+    assert private.supports_sdpa(model) and private.is_stateful(recurrent) and not private.is_stateful(model)
+    monkeypatch.delattr(transformers.PreTrainedModel, "_supports_sdpa")
+    monkeypatch.delattr(type(model).__mro__[1], "_supports_sdpa")
+    assert not private.supports_sdpa(model)
+    assert not private.supports_sdpa(object()) and not private.is_stateful(object())
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_models_are_made_of_configurations(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target_of("llama")
+    if gone:
+        monkeypatch.delattr(transformers.PreTrainedModel, "_from_config")
+    made = private.new_model(type(model), type(model.config)(**model.config.to_dict()), torch.bfloat16, "eager")
+    assert type(made) is type(model) and made.dtype == torch.bfloat16
+    assert private.attention_of(made.config) == "eager"
+
+
+@pytest.mark.parametrize("ends", [None, 7, [7, 9]], ids=str)
+def test_ends_and_padding_of_a_prepared_request(ends: Any) -> None:
+    request = prepare(target_of("llama"), PROMPT, eos_token_id=ends, pad_token_id=2, max_new_tokens=3)
+    expected = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    assert isinstance(request.config._pad_token_tensor, torch.Tensor)
+    for _ in ("prepared", "without the tensors"):
+        assert request.eos_ids == expected and request.pad_id == 2
+        endless = private.without_eos(request.config)
+        assert private.eos_ids(endless) == set() and request.eos_ids == expected
+        for name in ("_eos_token_tensor", "_pad_token_tensor"):
+            vars(request.config).pop(name, None)
+    assert private.pad_id(GenerationConfig()) == 0
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_fields_that_nobody_set_are_not_refused(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target_of("llama")
+    if gone:
+        monkeypatch.delattr(GenerationConfig, "_get_default_generation_params")
+    usual = {"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0}
+    assert usual.items() <= private.generation_defaults().items()
+    refuse_fields(model, usual)
+
+
+def test_the_function_of_a_prefix_processor() -> None:
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        return [1]
+
+    processor = PrefixConstrainedLogitsProcessor(allowed, 1)
+    assert private.allowed_tokens_function(processor) is allowed
+    del processor._prefix_allowed_tokens_fn
+    with pytest.raises(private.MissingNameError, match=r"_prefix_allowed_tokens_fn: draftgraph needs torch 2\.11 to"):
+        private.allowed_tokens_function(processor)
+
+
+def test_generate_compiles_everywhere_if_asked() -> None:
+    config = transformers.CompileConfig()
+    assert not config._compile_all_devices
+    private.compile_everywhere(config)
+    assert config._compile_all_devices is True
+
+
+def test_hooks_of_modules() -> None:
+    plain, before, after, gone = (nn.Linear(2, 2) for _ in range(4))
+    before.register_forward_pre_hook(lambda *_: None)
+    after.register_forward_hook(lambda *_: None)
+    del gone._forward_hooks
+    assert [private.is_hooked(module) for module in (plain, before, after, gone)] == [False, True, True, True]
+
+
+def test_parameters_of_a_copied_module() -> None:
+    module = nn.Linear(2, 2)
+    private.set_parameters(module, {"weight": nn.Parameter(torch.ones(2, 2))})
+    assert list(dict(module.named_parameters())) == ["weight"]
+    with pytest.raises(private.MissingNameError, match=r"torch\.nn\.Module\._parameters"):
+        private.set_parameters(object(), {})  # type: ignore[arg-type]
+
+
+def test_versions_of_tensors() -> None:
+    tensor = torch.zeros(3)
+    before = private.version_of(tensor)
+    tensor.add_(1)
+    assert private.version_of(tensor) > before
+    with torch.inference_mode():
+        assert private.version_of(torch.zeros(3)) == 0
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+def test_packed_weights() -> None:
+    assert private.packs_linear_weights()
+    rows, weight = torch.randn(3, 40), torch.randn(50, 40)
+    torch.testing.assert_close(private.packed_product(rows, private.packed_weight(weight, 8)), rows @ weight.T)
+
+
+@pytest.mark.parametrize("name", ["packed_weight", "packed_product"])
+def test_nothing_is_packed_without_onednns_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*given: Any) -> Any:
+        return torch.ops.mkldnn._no_such_operation(*given)
+
+    monkeypatch.setattr(private, name, gone)
+    linear.has_onednn.cache_clear()
+    assert linear.packed not in linear.ways_for(4, [torch.ones(256, 256)])
+    linear.has_onednn.cache_clear()
+
+
+def test_nested_values() -> None:
+    tree = ([1, (2, {"three": 3})],)
+    for mapped in (private.tree_map, private.plain_tree_map):
+        assert mapped(lambda number: number + 1, tree) == ([2, (3, {"three": 4})],)
