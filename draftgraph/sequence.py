@@ -70,7 +70,7 @@ class Engines:
     def launch_drafts(self, sequences: Several[Sequence]) -> None:
         """Drafts on the device set off together, as far as each of them is to go."""
         for drafts in self._device_drafts.values():
-            drafts.launch([one.draft for one in sequences if getattr(one.draft, "group", None) is drafts])
+            drafts.launch([one.draft for one in sequences if one.draft is not None and one.draft.group is drafts])
 
     @property
     def draft_seconds(self) -> float:

@@ -28,17 +28,12 @@ from draftgraph.proposers.recycling import find as find_ranking
 MEMORY_ROWS = 16  # made while the draft is at work
 LEAST = 0.02  # of nodes that are less likely no memory is asked
 NO_ROW = -1
+AUTOMATA = 3  # of the text, and of two halves of past answers
 ROW = np.dtype(
     [
         ("parent", np.int64),
         ("token", np.int64),
         ("depth", np.int64),
-        ("state", np.int64),  # where the path leads to in the text before
-        ("matched", np.int64),
-        ("newer_state", np.int64),  # and in the answers of the past
-        ("newer_matched", np.int64),
-        ("older_state", np.int64),
-        ("older_matched", np.int64),
         ("context", np.int64),  # the last tokens of the path
         ("length", np.int64),
         ("drafted", np.int64),
@@ -53,6 +48,7 @@ class Table(NamedTuple):
     """A row for each node that somebody proposed children for."""
 
     rows: NDArray[np.void]
+    matches: Ints  # [rows, automata, 2]: where the path leads to in each, and how many tokens match there
     named: Ints  # [rows, columns]: see `pooling`
     said: Floats
     estimates: Floats  # what all together say
@@ -65,14 +61,12 @@ class Table(NamedTuple):
 class Memories(NamedTuple):
     """What is known of the text, for one step."""
 
-    automaton: Automaton
+    automata: tuple[Automaton, Automaton, Automaton]  # of the text, and of two halves of past answers
+    roots: Ints  # [automata that are there, 2]: the root's matches
     rankings: Rankings
     noted: int  # rankings, ever
     noise: Noise
     position: int  # of the root's next token
-    newer: Automaton  # answers of the past, in two halves
-    older: Automaton
-    roots: Ints  # [halves, 2]: the root's state and how many tokens match there; as many halves as there are
 
 
 def table_for(rows: int, k: int) -> Table:
@@ -82,6 +76,7 @@ def table_for(rows: int, k: int) -> Table:
     said, estimates, chances = np.zeros((3, *shape))
     return Table(
         np.zeros(rows, dtype=ROW),
+        np.zeros((rows, AUTOMATA, 2), dtype=np.int64),
         np.zeros(shape, dtype=np.int64),
         said,
         estimates,
@@ -93,18 +88,13 @@ def table_for(rows: int, k: int) -> Table:
 
 
 @compiled
-def begin(
-    table: Table, memories: Memories, k: int, last_tokens: Ints, root: tuple[int, int], max_depth: int, ends: Ints
-) -> None:
+def begin(table: Table, memories: Memories, k: int, last_tokens: Ints, max_depth: int, ends: Ints) -> None:
     """The root's row, and those that the text leads to."""
     table.counts["rows"][0] = table.counts["expansions"][0] = 0
     rows = table.rows
     rows["parent"][0], rows["token"][0], rows["depth"][0], rows["reach"][0] = NO_ROW, last_tokens[-1], 0, 1.0
-    rows["state"][0], rows["matched"][0] = root
-    if len(memories.roots) > 0:
-        rows["newer_state"][0], rows["newer_matched"][0] = memories.roots[0, 0], memories.roots[0, 1]
-    if len(memories.roots) > 1:
-        rows["older_state"][0], rows["older_matched"][0] = memories.roots[1, 0], memories.roots[1, 1]
+    for place in range(len(memories.roots)):
+        table.matches[0, place] = memories.roots[place]
     rows["context"][0], rows["length"][0] = context_of(last_tokens), len(last_tokens)
     likely, size = np.empty((1 + MEMORY_ROWS) * CHOICES, dtype=THING), 0
     row = open_row(table, memories, k)
@@ -130,14 +120,11 @@ def row_of(table: Table, memories: Memories, k: int, parent: int, token: int, ch
             return known
     rows["parent"][row], rows["token"][row] = parent, token
     rows["depth"][row], rows["reach"][row] = rows["depth"][parent] + 1, rows["reach"][parent] * chance
-    match = follow(memories.automaton, rows["state"][parent], rows["matched"][parent], token)
-    rows["state"][row], rows["matched"][row] = match
-    if len(memories.roots) > 0:
-        match = follow(memories.newer, rows["newer_state"][parent], rows["newer_matched"][parent], token)
-        rows["newer_state"][row], rows["newer_matched"][row] = match
-    if len(memories.roots) > 1:
-        match = follow(memories.older, rows["older_state"][parent], rows["older_matched"][parent], token)
-        rows["older_state"][row], rows["older_matched"][row] = match
+    for place in range(len(memories.roots)):
+        state, matched = table.matches[parent, place]
+        table.matches[row, place, 0], table.matches[row, place, 1] = follow(
+            memories.automata[place], state, matched, token
+        )
     rows["context"][row] = longer(rows["context"][parent], token)
     rows["length"][row] = min(rows["length"][parent] + 1, LONGEST)
     return open_row(table, memories, k)
@@ -156,7 +143,11 @@ def open_row(table: Table, memories: Memories, k: int) -> int:
     if not one["reach"] > LEAST:
         return row  # type: ignore[no-any-return]
     copied, recycled = named[k : k + CHOICES], named[k + CHOICES :]
-    copy(memories, one, copied, said[k : k + CHOICES])
+    longest = 0  # match: of equals the text itself, then the newer answers
+    for place in range(1, len(memories.roots)):
+        longest = place if table.matches[row, place, 1] > table.matches[row, longest, 1] else longest
+    state, matched = table.matches[row, longest]
+    copies(memories.automata[longest], state, matched, copied, said[k : k + CHOICES])
     found, matched = find_ranking(memories.rankings, memories.noted, one["context"], one["length"])
     if matched:
         position = memories.position + one["depth"]
@@ -167,19 +158,6 @@ def open_row(table: Table, memories: Memories, k: int) -> int:
                 said[k + same] = max(said[k + same], said[place])
                 named[place], said[place] = NO_TOKEN, 0.0
     return row  # type: ignore[no-any-return]
-
-
-@compiled
-def copy(memories: Memories, one: Any, tokens: Ints, chances: Floats) -> None:
-    """What followed in the text, or in answers of the past where they match longer."""
-    newer = one["newer_matched"] if len(memories.roots) > 0 else 0
-    older = one["older_matched"] if len(memories.roots) > 1 else 0
-    if max(newer, older) <= one["matched"]:
-        copies(memories.automaton, one["state"], one["matched"], tokens, chances)
-    elif newer >= older:
-        copies(memories.newer, one["newer_state"], newer, tokens, chances)
-    else:
-        copies(memories.older, one["older_state"], older, tokens, chances)
 
 
 @compiled
@@ -276,13 +254,13 @@ class Candidates:
         self._table, self._before = self._before, self._table
         self.max_depth, self.ends = min(max_depth, self.config.levels), ends
         memory, recycled = self.recycled.memory, self.recycled
-        known, past = self.copied.automaton.known, self.copied.past_roots
-        newer, older = [*(match.half.known for match in past), known, known][:2]
-        roots = np.array([match.match for match in past], dtype=np.int64).reshape(-1, 2)
+        known = [automaton.known for automaton, _ in self.copied.roots]
+        text_alone = [known[0]] * (AUTOMATA - len(known))
+        roots = np.array([match for _, match in self.copied.roots], dtype=np.int64)
         said = memory.known, memory.noted, recycled.noise, recycled.position
-        self._memories = Memories(known, *said, newer, older, roots)
+        self._memories = Memories((*known, *text_alone), roots, *said)  # type: ignore[arg-type]
         last = np.array(text[-LONGEST:])
-        begin(self._table, self._memories, self.config.k, last, self.copied.root, self.max_depth, array_of(ends))
+        begin(self._table, self._memories, self.config.k, last, self.max_depth, array_of(ends))
 
     def add(self, report: Floats) -> None:
         """A level of the draft: see `kernels.growth`."""

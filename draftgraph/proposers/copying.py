@@ -198,7 +198,7 @@ ROOM = 1024  # tokens, to begin with
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text: see `compiled.automaton`."""
+    """All substrings of a growing text."""
 
     def __init__(self) -> None:
         announce()
@@ -242,43 +242,29 @@ class SuffixProposer:
 
     def __init__(self, k: int = CHOICES) -> None:
         self.k = min(k, CHOICES)
-        self._past: dict[int, list[PastMatch]] = {}  # by graph node
         self.automaton = SuffixAutomaton()
-        self.root: Match = (EMPTY, 0)
-        self._matches: dict[int, Match] = {}  # by graph node
+        self.roots: list[tuple[SuffixAutomaton, Match]] = []  # how the text's end stands in itself and in past answers
+        self._matches: dict[int, list[Match]] = {}  # the same by graph node
 
     def begin(self, text: list[int]) -> None:
         self.automaton.extend(text[self.automaton.tokens :])
-        self.root = self.automaton.earlier
-        self._matches = {ROOT: self.root}
-        self._past = {ROOT: self.past.matches(text) if self.past else []}
-
-    @property
-    def past_roots(self) -> list[PastMatch]:
-        """How the end of the text stands in the answers of the past: not at all, or in one or two parts of them."""
-        return self._past.get(ROOT, [])
+        self.roots = [(self.automaton, self.automaton.earlier), *(self.past.matches(text) if self.past else [])]
+        self._matches = {ROOT: [match for _, match in self.roots]}
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> tuple[Ints, Floats]:
         tokens = np.full((len(frontier), self.k), NO_TOKEN)
         probs = np.zeros((len(frontier), self.k))
         for row, node in enumerate(frontier):
-            match, earlier = self._match(graph, node), self._past_matches(graph, node)
-            best = max(earlier, key=lambda one: one.length, default=None)
-            if best is not None and best.length > match[1]:
-                best.copies(tokens[row], probs[row])
-            else:
-                self.automaton.copies(match, tokens[row], probs[row])
+            matches = self._at(graph, node)
+            longest = max(range(len(matches)), key=lambda place: matches[place][1])  # of equals the text itself
+            self.roots[longest][0].copies(matches[longest], tokens[row], probs[row])
         return tokens, probs
 
-    def _past_matches(self, graph: TokenGraph, node: int) -> list[PastMatch]:
-        if node not in self._past:
-            above, token = self._past_matches(graph, graph.parents[node]), graph.tokens[node]
-            self._past[node] = [match.follow(token) for match in above]
-        return self._past[node]
-
-    def _match(self, graph: TokenGraph, node: int) -> Match:
+    def _at(self, graph: TokenGraph, node: int) -> list[Match]:
         if node not in self._matches:
-            self._matches[node] = self.automaton.follow(self._match(graph, graph.parents[node]), graph.tokens[node])
+            above, token = self._at(graph, int(graph.parents[node])), graph.tokens[node]
+            followed = zip(self.roots, above, strict=True)
+            self._matches[node] = [automaton.follow(match, token) for (automaton, _), match in followed]
         return self._matches[node]
 
 
@@ -300,24 +286,7 @@ class Past:
                 self.halves = [SuffixAutomaton(), self.halves[0]]
             self.halves[0].extend(piece)
 
-    def matches(self, text: Sequence[int]) -> list[PastMatch]:
+    def matches(self, text: Sequence[int]) -> list[tuple[SuffixAutomaton, Match]]:
         """How the end of a text stands in each half."""
         last = list(text[-LOOKED_AT:])
-        return [PastMatch(half, half.end_of(last)) for half in self.halves]
-
-
-class PastMatch:
-    """A path's end in one half."""
-
-    def __init__(self, half: SuffixAutomaton, match: Match) -> None:
-        self.half, self.match = half, match
-
-    @property
-    def length(self) -> int:
-        return self.match[1]
-
-    def follow(self, token: int) -> PastMatch:
-        return PastMatch(self.half, self.half.follow(self.match, token))
-
-    def copies(self, tokens: Ints, chances: Floats) -> None:
-        self.half.copies(self.match, tokens, chances)
+        return [(half, half.end_of(last)) for half in self.halves]

@@ -92,6 +92,7 @@ class ModelProposer:
 
     source: Source = "draft"
     free = on_device = False
+    group = None  # of drafts that are launched together
 
     def __init__(self, context: Any, vocabulary: DraftVocabulary, k: int, perturb: Perturb | None = None) -> None:
         self.context, self.k, self.perturb = context, k, perturb
