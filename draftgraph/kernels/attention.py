@@ -126,19 +126,28 @@ def attend_reference(
     """What `paged_attention` means, sequence by sequence. Reads the data on the host, so it cannot be captured."""
     if window not in data.views:
         data.views[window] = views_of(data, window)
+    parts = [attend_view(view, query, key, value, scale, softcap, sinks) for view in data.views[window]]
+    if len(parts) == 1 and parts[0].shape[1] == query.shape[2]:
+        return parts[0]
     attended = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-    for view in data.views[window]:
-        mine, keys, values = query[:, :, view.nodes], view.of(key), view.of(value)
-        if view.unseen is not None:  # 0 times what was never written is not always 0
-            values = values.masked_fill(view.unseen[:, None], 0)
-        if softcap is None and sinks is None:
-            grouped = query.shape[1] != key.shape[1]
-            found = scaled_dot_product_attention(mine, keys, values, view.seen, scale=scale, enable_gqa=grouped)
-            attended[:, view.nodes] = found.transpose(1, 2)
-        else:
-            seen = torch.ones((), dtype=torch.bool, device=query.device) if view.seen is None else view.seen
-            attended[:, view.nodes] = masked_attention(mine, keys, values, seen, scale, softcap, sinks)
+    for view, part in zip(data.views[window], parts, strict=True):
+        attended[:, view.nodes] = part
     return attended
+
+
+def attend_view(
+    view: View, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The nodes of one sequence. # [1, nodes, heads, value size]"""
+    mine, keys, values = query[:, :, view.nodes], view.of(key), view.of(value)
+    if view.unseen is not None:  # 0 times what was never written is not always 0
+        values = values.masked_fill(view.unseen[:, None], 0)
+    if softcap is None and sinks is None:
+        grouped = query.shape[1] != key.shape[1]
+        found = scaled_dot_product_attention(mine, keys, values, view.seen, scale=scale, enable_gqa=grouped)
+        return found.transpose(1, 2).contiguous()
+    seen = torch.ones((), dtype=torch.bool, device=query.device) if view.seen is None else view.seen
+    return masked_attention(mine, keys, values, seen, scale, softcap, sinks)
 
 
 def views_of(data: PagedPass, window: int | None) -> list[View]:
