@@ -185,6 +185,8 @@ class PagedEngine:
             scored = zip(pieces, samplings, strict=True)
             recorded.data.sample([(len(piece), one) for piece, one in scored if piece.segment.scored])
         logits = recorded.run()
+        if not self.captured:
+            recorded.run.output = None  # its memory is the result's alone
         self._moves.clear()
         self._last, recorded.last = recorded, None
         samples = bool(noisy) and not recorded.data.shape.proposals
@@ -236,8 +238,6 @@ class PagedEngine:
 
     def _recorded(self, shape: PassShape, wanted: Wanted | None = None) -> Recorded | None:
         """The pass; None: there is no memory for it, and from now on passes are smaller."""
-        if not self.captured:
-            return self._record(shape, wanted)
         try:
             recorded = self._passes.pop(shape, None) or self._record(shape, wanted)
         except torch.OutOfMemoryError:
