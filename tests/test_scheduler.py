@@ -234,8 +234,8 @@ class TestPast:
         past.add([1, 2, 3, 4])
         past.add(range(100, 130))
         past.add(range(200, 215))
-        assert max(one.length for one in past.matches([1, 2, 3])) == 0
-        assert max(one.length for one in past.matches([9, 200, 201])) == 2
+        assert max(length for _, (_, length) in past.matches([1, 2, 3])) == 0
+        assert max(length for _, (_, length) in past.matches([9, 200, 201])) == 2
 
     def test_tenants_are_bounded(self, pair):
         scheduler = Scheduler(pair, Limits(texts=2, slots=4096, past_tokens=100, tenants=3))
