@@ -236,6 +236,20 @@ def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True) -
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
 
 
+SERVE = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from serve_tools import fake_command, tokenizer
+from draftgraph.serve import run
+from draftgraph.serve.settings import ServerSettings
+import draftgraph.serve.engine as engine
+class Fake(engine.Engine):
+    def __init__(self, command, settings):
+        super().__init__(fake_command(), settings)
+run.Engine = Fake
+run.run(ServerSettings(model_name="fake", port=0, grace=2.0), tokenizer(), {{}})
+"""  # in a process of its own
+
+
 class LiveServer:
     """A server on a free port of this machine, in a thread."""
 
@@ -250,7 +264,13 @@ class LiveServer:
         self.engine = Engine(command or fake_command(), self.settings)
         self.app = create_app(self.settings, self.engine, words or tokenizer())
         self.server = server_of(self.app, self.settings, self.engine)
-        self.thread = threading.Thread(target=self.server.run)
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        from draftgraph.serve.run import listening
+
+        with listening(self.settings) as listener:
+            self.server.run(sockets=[listener])
 
     def __enter__(self) -> "LiveServer":
         self.thread.start()

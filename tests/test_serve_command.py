@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from cli_tools import Runner, refused
+from serve_tools import SERVE
 
 import draftgraph.serve.run
 from draftgraph.serve.engine_process import Loop, reporting_faults
@@ -48,6 +49,7 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
         "http://b",
         "--vllm-metrics",
     ]
+    options += ["--max-connections", 8, "--header-seconds", 9, "--body-seconds", 10, "--idle-seconds", 11]
     options += ["--temperature", 0, "--max-new-tokens", 7, "--draft", "self", "--mode", "graph", "--k", 2]
     monkeypatch.setenv("DRAFTGRAPH_API_KEYS", "three")
     done = run("serve", folder, *options)
@@ -56,6 +58,8 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
     assert settings.api_keys == ("three", "one", "two") and settings.model_name == folder.name
     assert (settings.max_texts, settings.max_waiting, settings.max_model_len) == (3, 4, 100)
     assert (settings.deadline, settings.grace, settings.temperature, settings.max_tokens) == (5, 6, 0, 7)
+    assert (settings.max_connections, settings.header_seconds) == (8, 9)
+    assert (settings.body_seconds, settings.idle_seconds) == (10, 11)
     assert settings.cors_origins == ("http://a", "http://b") and settings.vllm_metrics
     assert engine["load"] == {"target": str(folder), "draft": "self"} and engine["graph"]["k"] == 2
     assert engine["limits"] == {"texts": 3, "waiting": 4, "slots": None, "past_tokens": 0}
@@ -82,6 +86,10 @@ def test_serving_everybody_without_keys_is_warned_of(run, started, folder):
         ["--max-waiting", -1],
         ["--deadline", 0],
         ["--deadline", "inf"],
+        ["--max-connections", 0],
+        ["--header-seconds", 0],
+        ["--body-seconds", "nan"],
+        ["--idle-seconds", -1],
         ["--temperature", -1],
         ["--api-keys", "missing"],
         ["--mode", "magic"],
@@ -124,24 +132,9 @@ def test_a_port_in_use_is_named(run, folder):
         refused(run("serve", folder, "--port", port), str(port), "--port", status=1)
 
 
-SERVE = """
-import sys; sys.path.insert(0, {tests!r})
-from serve_tools import fake_command, tokenizer
-from draftgraph.serve import run
-from draftgraph.serve.settings import ServerSettings
-import draftgraph.serve.engine as engine
-class Fake(engine.Engine):
-    def __init__(self, command, settings):
-        super().__init__(fake_command(), settings)
-run.Engine = Fake
-run.run(ServerSettings(model_name="fake", port=0, grace=2.0), tokenizer(), {{}})
-"""
-
-
 @pytest.mark.parametrize("signal_sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_listens_answers_and_stops_when_told(signal_sent):
-    code = SERVE.format(tests=str(TESTS))
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", SERVE], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         url = re.search(r"http://\S+", process.stderr.readline())

@@ -47,7 +47,8 @@ class Counted:
             route = getattr(scope.get("route"), "path", "other")
             seconds = time.monotonic() - started
             self._metrics.count_request(route, status, seconds)
-            level = logging.DEBUG if route in WATCHED else logging.INFO
+            never_came = status == 499 and route == "other"  # as with thousands of half-sent bodies
+            level = logging.DEBUG if route in WATCHED or never_came else logging.INFO
             logger.log(level, "%s %s %s %.3f s, request %s", scope["method"], route, status, seconds, id)
 
 

@@ -45,8 +45,11 @@ class ServerSettings:
     # how many requests, and for how long
     max_texts: int = 64  # answered together
     max_waiting: int = 256  # besides those
+    max_connections: int = 1000  # fewer where fewer files may be open
     deadline: float = 600.0  # seconds for one request
-    body_seconds: float = 30.0  # for a client to send its request
+    header_seconds: float = 10.0  # for a client to send the headers of a request
+    body_seconds: float = 30.0  # for a client to send its body
+    idle_seconds: float = 5.0  # for a client to begin its next request
     grace: float = 30.0  # for requests under way when the server is told to stop
 
     # the engine process
