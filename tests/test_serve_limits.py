@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from serve_tools import SERVE, SLOW, LiveServer, wait_until
 
 from draftgraph.serve import connections
 from draftgraph.serve.connections import affordable
+from draftgraph.serve.jobs import DEEPEST_SCHEMA, LONGEST_SCHEMA
 from draftgraph.serve.run import RepeatLimit
 
 COMPLETIONS = "/v1/completions"
@@ -86,6 +88,39 @@ def sent_slowly(connection: socket.socket, seconds: float) -> bool:
 
 
 # Bodies
+
+
+def post(server, path: str, content: str) -> httpx.Response:
+    return httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=60)
+
+
+def chain(count: int, levels: int) -> dict[str, Any]:
+    """A schema of references, each so many levels inside the one before it."""
+    links = {str(place): {"$ref": f"#/$defs/{place + 1}"} for place in range(count)}
+    for _ in range(levels):
+        links = {name: {"items": link} for name, link in links.items()}
+    return {"$defs": links | {str(count): {"type": "integer"}}, "$ref": "#/$defs/0"}
+
+
+def with_schema(schema: dict[str, Any]) -> str:
+    return json.dumps({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
+
+
+@pytest.mark.parametrize(("references", "levels"), [(10_000, 0), (80, 30)])
+def test_a_schema_that_would_overflow_the_stack_is_refused(server, references, levels):
+    answer = post(server, COMPLETIONS, with_schema(chain(references, levels)))
+    assert answer.status_code == 400 and "schema is too large" in answer.json()["error"]["message"]
+
+
+def test_a_schema_that_would_take_seconds_is_refused(server):
+    schema = {"properties": {f"field {place}": {"type": "string"} for place in range(LONGEST_SCHEMA // 30)}}
+    answer = post(server, COMPLETIONS, with_schema(schema))
+    assert answer.status_code == 400 and "schema is too large" in answer.json()["error"]["message"]
+
+
+def test_a_schema_with_many_references_is_followed(server):
+    answer = post(server, COMPLETIONS, with_schema(chain(DEEPEST_SCHEMA // 5, 0)))
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_body_in_tiny_chunks_delays_nobody(server):

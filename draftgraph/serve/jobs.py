@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import re
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ NO_WINDOW = 1 << 20  # of a model that names none
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 AS_GIVEN = {"top_p", "min_p", *PENALTIES, "logit_bias", "stop_token_ids", "ignore_eos"}
 TEMPLATE_ARGUMENTS = ("add_generation_prompt", "continue_final_message", "documents")
+LONGEST_SCHEMA = 64 * 1024  # characters: the time to compile one grows with their square
+DEEPEST_SCHEMA = 1000  # levels, with its references followed: at 2000 llguidance overflows the stack
+REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
 T = TypeVar("T")
 
@@ -160,12 +164,21 @@ def check_schema(schema: Any) -> None:
         from llguidance import LLMatcher
     except ImportError as error:
         raise refusal("this server cannot follow a grammar: llguidance is not installed", "response_format") from error
+    text = json.dumps(schema)
+    if len(text) > LONGEST_SCHEMA or levels(schema) * (1 + len(set(REFERENCE.findall(text)))) > DEEPEST_SCHEMA:
+        raise refusal("the JSON schema is too large, or its references lead too deep", "response_format")
     try:
-        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     except ValueError as error:
         problem = str(error)
     if problem:
         raise refusal(f"the JSON schema cannot be used: {problem.strip().splitlines()[0]}", "response_format")
+
+
+def levels(value: Any) -> int:
+    """Of a JSON value that a body may have: those are not deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(levels, inner), default=0)
 
 
 class Prompts:
