@@ -16,17 +16,19 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_tools import SERVE, SLOW, LiveServer, wait_until
+from serve_tools import SERVE, SLOW, LiveServer, tokenizer, wait_until
 
 from draftgraph.serve import connections
 from draftgraph.serve.connections import affordable
+from draftgraph.serve.generation import LONG_BODY
 from draftgraph.serve.jobs import DEEPEST_SCHEMA, LONGEST_SCHEMA
 from draftgraph.serve.run import RepeatLimit
 
-COMPLETIONS = "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SECONDS = 5.0  # in which a server under attack answers: far less on an idle machine, far more without limits
+MANY = 1_360_000
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +92,38 @@ def sent_slowly(connection: socket.socket, seconds: float) -> bool:
 # Bodies
 
 
+def repeated(element: str, count: int = MANY) -> str:
+    return f"[{','.join([element] * count)}]"
+
+
+def biases(count: int) -> str:
+    return json.dumps({f"x{place}": "y" for place in range(count)})
+
+
 def post(server, path: str, content: str) -> httpx.Response:
     return httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "large", "message"),
+    [
+        (COMPLETIONS, '"prompt": ', lambda: repeated("-1"), "prompt.0: Input should be greater than or equal to 0"),
+        (COMPLETIONS, '"prompt": ', lambda: repeated("1"), "context window"),
+        (COMPLETIONS, '"prompt": ', lambda: repeated("[]"), "objects and lists"),
+        (COMPLETIONS, '"prompt": ', lambda: f'"{"1" * MANY}"', "characters"),
+        (COMPLETIONS, '"prompt": "a", "stop": ', lambda: repeated("1"), "stop.0: Input should be a valid string"),
+        (COMPLETIONS, '"prompt": "a", "logit_bias": ', lambda: biases(200_000), "at most 1024 tokens, not 200000"),
+        (COMPLETIONS, '"prompt": "a", "unknown": ', lambda: repeated("{}"), "objects and lists"),
+        (CHAT, '"messages": ', lambda: repeated("{}", 200_000), "messages.0.role: Field required"),
+        (CHAT, '"messages": ', lambda: repeated("1"), "messages.0: Input should be"),
+        (CHAT, '"messages": [{"role": "user"}], "tools": ', lambda: repeated("1"), "tools.0: Input should be"),
+    ],
+)
+def test_a_large_body_is_refused_by_name_and_delays_nobody(server, path, fields, large, message):
+    content = f"{{{fields}{large()}}}"
+    with watched(server):
+        answer = post(server, path, content)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text[:300]
 
 
 def chain(count: int, levels: int) -> dict[str, Any]:
@@ -123,6 +155,25 @@ def test_a_schema_with_many_references_is_followed(server):
     assert answer.status_code == 200, answer.text
 
 
+def test_a_tool_call_with_deeply_nested_arguments_breaks_nothing(server):
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "hello"}]
+    assert httpx.post(server.url + CHAT, json={"messages": messages, "temperature": 0}).status_code == 200
+
+
+def test_too_many_log_probabilities_of_prompts_are_refused(server):
+    body = {"prompt": [[40] * 400] * 64, "echo": True, "logprobs": 20, "max_tokens": 0}
+    answer = httpx.post(server.url + COMPLETIONS, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
+
+
+def test_too_many_tokens_at_once_are_refused(server, monkeypatch):
+    monkeypatch.setattr("draftgraph.serve.engine.MOST_TOKENS", 1000)
+    body = {"prompt": [40] * 400, "n": 3, "max_tokens": 1}
+    answer = httpx.post(server.url + COMPLETIONS, json=body)
+    assert answer.status_code == 400 and "1200 tokens" in answer.json()["error"]["message"]
+
+
 def test_a_body_in_tiny_chunks_delays_nobody(server):
     begun = connect(server, POST + b"Transfer-Encoding: chunked\r\n\r\n")
     with watched(server), begun as connection, pytest.raises(ConnectionError):
@@ -142,6 +193,35 @@ def test_a_body_of_two_lengths_is_refused_and_nothing_behind_it_is_read(server):
     with connect(server, POST + lengths + b"0\r\n\r\n" + HEAD + b"\r\n") as connection:
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+
+
+class SlowWords:
+    """A tokenizer that takes its time over some texts."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tokenizer(), name)
+
+    def __call__(self, text: str) -> Any:
+        if text == "slow":
+            self.begun.set()
+            self.go_on.wait(60)
+        return tokenizer()(text)
+
+
+def test_a_short_text_does_not_wait_until_a_long_one_is_tokenized():
+    words = SlowWords()
+    with LiveServer(words=words) as server, ThreadPoolExecutor(1) as thread:
+        long = {"prompt": "slow", "user": "x" * LONG_BODY}
+        asked = thread.submit(httpx.post, server.url + COMPLETIONS, json=long, timeout=60)
+        try:
+            assert words.begun.wait(60)
+            assert httpx.post(server.url + COMPLETIONS, json={"prompt": "hello"}, timeout=20).status_code == 200
+        finally:
+            words.go_on.set()
+        assert asked.result().status_code == 200
 
 
 # Slow clients

@@ -21,7 +21,7 @@ from draftgraph.serve.answers import ChatForm, CompletionForm, respond
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import JSONAnswer
 from draftgraph.serve.generation import Server
-from draftgraph.serve.guard import BodyLimit, Counted, KeyRequired, OwnName
+from draftgraph.serve.guard import BodyLimit, Counted, JSONRoute, KeyRequired, OwnName
 from draftgraph.serve.jobs import JobMaker, chat_jobs, completion_jobs, unknown_model, window_of
 from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.schemas import (
@@ -92,7 +92,7 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
 
 
 def generation_routes(server: Server) -> APIRouter:
-    router, settings = APIRouter(tags=["OpenAI"]), server.settings
+    router, settings = APIRouter(tags=["OpenAI"], route_class=JSONRoute), server.settings
 
     def maker(request: Request, body: GenerationRequest, prompt_field: str) -> JobMaker:
         if settings.log_prompts:
@@ -102,13 +102,13 @@ def generation_routes(server: Server) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ERRORS | STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
-        jobs = await chat_jobs(body, server.prompts, maker(request, body, "messages"))
+        jobs = await chat_jobs(body, server.prompts_of(request), maker(request, body, "messages"))
         return await respond(request, ChatForm(server, body, jobs), bool(body.stream), settings.deadline)
 
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS | STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues one or more texts."""
-        jobs = await completion_jobs(body, server.prompts, maker(request, body, "prompt"))
+        jobs = await completion_jobs(body, server.prompts_of(request), maker(request, body, "prompt"))
         return await respond(request, CompletionForm(server, body, jobs), bool(body.stream), settings.deadline)
 
     return router
@@ -176,7 +176,7 @@ def install_docs(app: FastAPI) -> None:
 
 
 def kind_of(field: dict[str, Any]) -> str:
-    if choices := field.get("anyOf"):
+    if choices := field.get("anyOf") or field.get("oneOf"):
         return " or ".join(dict.fromkeys(kind_of(one) for one in choices if one.get("type") != "null"))
     if "$ref" in field:
         return str(field["$ref"].rpartition("/")[2])

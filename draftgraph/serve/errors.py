@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -45,7 +47,12 @@ class ApiError(Exception):
 
 
 def json_bytes(content: Any) -> bytes:
-    """JSON that can always be written, lone surrogates and all."""
+    """JSON that can always be written, lone surrogates and all.
+
+    pydantic's writer is the faster by far: nothing else runs while an answer with many log-probabilities is written.
+    """
+    with contextlib.suppress(PydanticSerializationError):
+        return to_json(content)
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
@@ -111,9 +118,7 @@ def install(app: FastAPI) -> None:
 def from_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its name."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:] if not str(part).startswith("function-")]
-    if first["type"] == "json_invalid":
-        return refusal(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    place = [str(part) for part in first["loc"][1:] if not str(part).startswith(("<", "["))]  # arms of unions, keys
     if first["type"] == "value_error" and not place:
         return refusal(first["msg"].removeprefix("Value error, "))
     if not place:

@@ -7,7 +7,12 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftgraph.serve.errors import ApiError, ClientGone, answer
@@ -18,6 +23,7 @@ logger = logging.getLogger("draftgraph.serve")
 WATCHED = ("/health", "/ready", "/metrics")  # asked for every few seconds: not worth a line
 OPEN = ("/", "/health", "/ready", "/docs", "/openapi.json")
 OPEN_UNDER = "/playground/"
+MOST_CONTAINERS = 1 << 18  # objects and lists in one body: a million of them take a third of a second to read
 
 
 class Counted:
@@ -110,6 +116,7 @@ class BodyLimit:
             return await answer(error)(scope, receive, send)
         except ClientGone:
             return
+        scope.setdefault("state", {})["body_length"] = len(body)
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def received() -> Message:
@@ -133,6 +140,29 @@ class BodyLimit:
                 raise too_large
             more = message.get("more_body", False)
         return b"".join(parts)
+
+
+class JSONRequest(Request):
+    """Its JSON has no lone surrogates and at most 200 levels: nothing behind it has to check that."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        if body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:  # a text that fits a window has fewer of the two
+            raise HTTPException(400, f"the body may have {MOST_CONTAINERS} objects and lists at most")
+        try:
+            return from_json(body)
+        except ValueError as error:
+            raise HTTPException(400, f"the body is not JSON: {error}") from error
+
+
+class JSONRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer_json = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            return await answer_json(JSONRequest(request.scope, request.receive))
+
+        return answer
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
+
 from draftgraph.batching.job import Job
 from draftgraph.serve.errors import ApiError, refusal
 from draftgraph.serve.schemas import SEEDS, ChatRequest, CompletionRequest, GenerationRequest, Message, ResponseFormat
@@ -22,6 +24,7 @@ from draftgraph.serve.wire import Ready
 
 NEW_TOKENS = 16  # of a completion, as OpenAI has it
 GREEDY_UNDER = 1e-5  # a temperature so low divides logits past what floats hold
+MOST_SCORES = 1 << 19  # log-probabilities of prompts in one answer
 NO_WINDOW = 1 << 20  # of a model that names none
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 AS_GIVEN = {"top_p", "min_p", *PENALTIES, "logit_bias", "stop_token_ids", "ignore_eos"}
@@ -42,7 +45,7 @@ async def chat_jobs(body: ChatRequest, prompts: Prompts, maker: JobMaker) -> lis
         raise refusal("max_tokens must be at least 1", "max_tokens")
     grammar = await checked_grammar(body.response_format, prompts)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    tokens = await prompts.of_chat(body)
+    tokens = await prompts.of_chat(body, maker.window)
     return maker.jobs(body, tokens, max_tokens, logprobs=alternatives, grammar=grammar)
 
 
@@ -61,8 +64,11 @@ async def completion_jobs(body: CompletionRequest, prompts: Prompts, maker: JobM
     more = {"logprobs": body.logprobs, "prompt_logprobs": (body.logprobs or 0) if scores_prompt else None}
     jobs: list[Job] = []
     for prompt in body.prompts:
-        tokens = await prompts.of_text(prompt) if isinstance(prompt, str) else prompt
+        tokens = await prompts.of_text(prompt, maker.window) if isinstance(prompt, str) else prompt
         jobs += maker.jobs(body, tokens, max_tokens, **more, grammar=grammar)
+    scores = sum(len(job.tokens) for job in jobs) * (1 + (body.logprobs or 0)) if scores_prompt else 0
+    if scores > MOST_SCORES:
+        raise refusal(f"this asks for {scores} log-probabilities of prompts: ask for {MOST_SCORES} at most", "logprobs")
     return jobs
 
 
@@ -71,7 +77,7 @@ class JobMaker:
 
     def __init__(self, settings: ServerSettings, ready: Ready, tenant: str, prompt_field: str) -> None:
         self._settings, self._ready, self._tenant = settings, ready, tenant
-        self._prompt_field = prompt_field
+        self._prompt_field, self.window = prompt_field, window_of(ready, settings)
         self.seed = secrets.randbelow(SEEDS)
 
     def check(self, request: GenerationRequest) -> None:
@@ -115,17 +121,12 @@ class JobMaker:
 
     def _checked_length(self, prompt: int, wanted: int | None) -> int:
         """How many tokens to answer with: as many as wanted, or as there is room for."""
-        window = window_of(self._ready, self._settings)
         if not prompt:
             raise refusal("the prompt is empty: give some text", self._prompt_field)
-        if prompt + (wanted if wanted is not None else 1) > window:
+        if prompt + (wanted if wanted is not None else 1) > self.window:
             asked = "" if wanted is None else f" and {wanted} are asked for"
-            raise refusal(
-                f"the prompt has {prompt} tokens{asked}, and the context window holds {window}: use fewer",
-                self._prompt_field,
-                "context_length_exceeded",
-            )
-        room = window - prompt
+            raise too_long(f"{prompt} tokens{asked}", self.window, self._prompt_field)
+        room = self.window - prompt
         return min(room, self._settings.max_tokens or room) if wanted is None else wanted
 
     def _check_tokens(self, tokens: Any, param: str) -> None:
@@ -137,6 +138,11 @@ def window_of(ready: Ready, settings: ServerSettings) -> int:
     """Tokens of a prompt and its answer together."""
     limits = (ready.context_window, settings.max_model_len, NO_WINDOW)
     return min(limit for limit in limits if limit is not None)
+
+
+def too_long(prompt: str, window: int, param: str) -> ApiError:
+    message = f"the prompt has {prompt}, and the context window holds {window} tokens: use fewer"
+    return refusal(message, param, "context_length_exceeded")
 
 
 def unknown_model(name: str, settings: ServerSettings) -> ApiError:
@@ -187,20 +193,29 @@ class Prompts:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
 
-    async def of_text(self, text: str) -> list[int]:
+    async def of_text(self, text: str, window: int) -> list[int]:
+        self._refuse_endless(len(text), window, "prompt")
         return await self.aside(lambda: list(self.tokenizer(text)["input_ids"]))
 
-    async def of_chat(self, request: ChatRequest) -> list[int]:
+    async def of_chat(self, request: ChatRequest, window: int) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise refusal("this model has no chat template: use /v1/completions", "messages")
         arguments = template_arguments(self.tokenizer, request)
-        messages = [template_message(message, place) for place, message in enumerate(request.messages)]
+        given = list(enumerate(request.messages))
+        messages = await self.aside(lambda: [template_message(message, place) for place, message in given])
+        self._refuse_endless(sum(len(message["content"]) for message in messages), window, "messages")
         try:
             return await self.aside(lambda: render(self.tokenizer, messages, arguments))
         except Exception as error:  # a template may fail in any way over what it is given
             said = " ".join(str(error).split())[:500]
             raise refusal(f"the model's chat template refuses these messages: {said}", "messages") from error
+
+    def _refuse_endless(self, characters: int, window: int, param: str) -> None:
+        """What cannot fit even in the longest tokens is not tokenized: that would take seconds."""
+        if characters > window * self._longest_token:
+            raise too_long(f"{characters} characters", window, param)
 
     async def aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -236,13 +251,13 @@ def message_text(message: Message, param: str) -> str:
     if not isinstance(message.content, list):
         return message.content or ""
     for part in message.content:
-        if part.type != "text" or part.text is None:
-            raise refusal(f"this model reads text only, not {part.type!r}", param)
-    return "\n".join(part.text or "" for part in message.content)
+        if part["type"] != "text" or part.get("text") is None:
+            raise refusal(f"this model reads text only, not {part['type']!r}", param)
+    return "\n".join(part.get("text") or "" for part in message.content)
 
 
 def template_call(call: Any) -> Any:
     with contextlib.suppress(KeyError, TypeError, ValueError):
         function = call["function"]
-        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+        return call | {"function": function | {"arguments": from_json(function["arguments"])}}
     return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import socket
@@ -62,6 +63,7 @@ def run(settings: ServerSettings, tokenizer: Any, engine_options: dict[str, Any]
         logging.getLogger("draftgraph.serve").info(
             "http://%s:%s loads %s", shown, listener.getsockname()[1], settings.model_name
         )
+        gc.freeze()  # what is there stays: a large request must not have all of it looked through again and again
         server.run(sockets=[listener])
     if engine.failed_to_start is not None:
         raise DraftGraphError(engine.failed_to_start)

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypedDict
 
 from draftgraph.config import Mode
 
-DEEPEST = 64  # objects and lists inside one another
 MOST_ALTERNATIVES = 20
 MOST_BIASES = 1024
+MOST_ELEMENTS = 4096  # of messages, of tools, of the parts of a message
 MOST_NODES, MOST_LEVELS = 512, 64  # of a graph: what one client asks for is computed for all
 WHOLE = 2**31 - 1  # more than any model's tokens
 SEEDS = 2**63
 
+T = TypeVar("T")
 JSONObject = dict[str, Any]
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error, not one for each element
+Few = Annotated[list[T], Field(fail_fast=True, max_length=MOST_ELEMENTS)]
 Finish = Literal["stop", "length"]
 Count = Annotated[int, Field(ge=0, le=WHOLE)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Small = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Tokens = Many[Count]
+
+# Of a union one arm is tried, which the value's type decides. Tags are in brackets: errors leave them out of names.
+Text = Annotated[str, Tag("<text>")]
+LIST, OBJECT, SWITCH = Tag("<list>"), Tag("<object>"), Tag("<switch>")
+ARMS = {list: LIST.tag, dict: OBJECT.tag, bool: SWITCH.tag}
+WRONG_TYPE: dict[str, Any] = {"custom_error_type": "type", "custom_error_message": "Input cannot be of this type"}
+BY_TYPE = Discriminator(lambda value: ARMS.get(type(value), "<text>"), **WRONG_TYPE)
+
+
+def prompt_arm(prompt: Any) -> str:
+    """A list is of what its first element is."""
+    if not isinstance(prompt, list):
+        return "<text>"
+    first = prompt[0] if prompt else None
+    return "<texts>" if isinstance(first, str) else "<token lists>" if isinstance(first, list) else "<tokens>"
+
+
+def few_biases(biases: Any) -> Any:
+    """Counted before they are looked at: every wrong one is an error of its own."""
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise ValueError(f"at most {MOST_BIASES} tokens, not {len(biases)}")
+    return biases
 
 
 class Given(BaseModel):
@@ -61,23 +87,20 @@ class GenerationRequest(Given):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Count, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASES)
+    logit_bias: Annotated[
+        dict[Count, Annotated[float, Field(ge=-100, le=100)]] | None,
+        Field(max_length=MOST_BIASES),
+        BeforeValidator(few_biases),
+    ] = None
     seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[Text | Annotated[Few[str], LIST], BY_TYPE] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Ignored")
     draftgraph: Extension | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def not_too_deep(cls, values: Any) -> Any:
-        if depth(values) > DEEPEST:
-            raise ValueError(f"more than {DEEPEST} objects and lists inside one another")
-        return values
 
     @model_validator(mode="after")
     def usage_is_of_streams(self) -> GenerationRequest:
@@ -102,19 +125,9 @@ class GenerationRequest(Given):
         return self.draftgraph is not None and self.draftgraph.trace
 
 
-def depth(value: Any) -> int:
-    """Of a JSON value, without recursion; stops counting when it is too deep."""
-    deepest, level = 0, [value]
-    while level and deepest <= DEEPEST:
-        containers = [one for one in level if isinstance(one, dict | list)]
-        deepest += bool(containers)
-        level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
-    return deepest
-
-
-class Part(Given):
+class Part(TypedDict):
     type: str
-    text: str | None = None
+    text: NotRequired[str | None]
 
 
 class Message(Given):
@@ -123,12 +136,14 @@ class Message(Given):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(examples=["user"])
-    content: str | list[Part] | None = Field(None, examples=["Why is the sky blue?"])
+    content: Annotated[Text | Annotated[Few[Part], LIST], BY_TYPE] | None = Field(
+        None, examples=["Why is the sky blue?"]
+    )
 
 
 class Schema(Given):
     name: str | None = None
-    given: JSONObject | bool = Field(True, alias="schema")
+    given: Annotated[Annotated[JSONObject, OBJECT] | Annotated[bool, SWITCH], BY_TYPE] = Field(True, alias="schema")
 
 
 class ResponseFormat(Given):
@@ -137,20 +152,24 @@ class ResponseFormat(Given):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Few[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
-    tools: list[JSONObject] | None = None
-    tool_choice: str | JSONObject | None = None
+    tools: Few[JSONObject] | None = None
+    tool_choice: Annotated[Text | Annotated[JSONObject, OBJECT], BY_TYPE] | None = None
     chat_template_kwargs: JSONObject | None = None
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[str, Field(examples=["Once upon a time"])] | list[Count] | list[str] | list[list[Count]] = Field(
-        description="A text or its token ids, or a list of such"
-    )
+    prompt: Annotated[
+        Annotated[Text, Field(examples=["Once upon a time"])]
+        | Annotated[Tokens, Tag("<tokens>")]
+        | Annotated[Many[str], Tag("<texts>")]
+        | Annotated[Many[Tokens], Tag("<token lists>")],
+        Discriminator(prompt_arm),
+    ] = Field(description="A text or its token ids, or a list of such")
     logprobs: Alternatives | None = None
     echo: bool | None = None
     suffix: str | None = None
