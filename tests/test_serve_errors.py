@@ -230,6 +230,12 @@ def test_another_model_is_not_found(server):
     assert error["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_probes_may_ask_for_headers_alone(server, path):
+    answer = httpx.head(server.url + path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_wrong_paths_and_methods(server):
     refused(httpx.get(server.url + "/v1/nothing"), 404, "/v1/nothing")
     refused(httpx.get(server.url + CHAT), 405, "GET")

@@ -127,11 +127,13 @@ def status_routes(server: Server) -> APIRouter:
             "max_model_len": window,
         }
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", tags=["status"])
     async def health() -> dict[str, str]:
         """Whether the API lives, whatever the engine does."""
         return {"status": "ok"}
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", tags=["status"], responses={503: ERRORS[503]})
     async def ready() -> Any:
         """Whether requests can be answered."""
