@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from cli_tools import Runner
 from draftgraph.bench import bench_run, methods
 from draftgraph.bench.methods import Answer, Exports, Generate
 from draftgraph.bench.runs import Place, Record, read_records
-from draftgraph.bench.speed_report import SpeedReport
-from draftgraph.bench.structures import HF_METHODS
+from draftgraph.bench.speed_report import SpeedReport, diagnoses
+from draftgraph.bench.structures import HF_METHODS, LLAMA_METHODS
 from draftgraph.models.draft import cut_student, lend_output_rows
 from draftgraph.pair import Pair
 
@@ -62,6 +63,42 @@ class LLM:
         return [type("", (), {"outputs": [type("", (), {"token_ids": tokens})], "metrics": told})]
 """
 
+LLAMA_STAND_IN = """
+import enum, os, sys
+from types import SimpleNamespace as Some
+__version__ = "8.8"
+print("a log line on stdout")
+KINDS = ("SIMPLE", "MAP_K", "MAP_K4V", "MOD", "CACHE")
+common_speculative_type = enum.Enum("", [f"COMMON_SPECULATIVE_TYPE_NGRAM_{kind}" for kind in KINDS])
+
+def CommonParams():
+    return Some(model=Some(), cpuparams=Some(), cpuparams_batch=Some(), speculative=Some(types=[]))
+
+class Server:
+    def __init__(self, params):
+        self.params, self.asked = params, 0
+        assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads > 0 and params.n_ctx >= 6
+        if open(params.model.path).read() != "GGUF":
+            print("0.00 E load: error loading model: unknown model architecture: 'x'", file=sys.stderr, flush=True)
+            raise RuntimeError("Failed to init server, please check the input params.")
+
+    def handle_completions(self, asked):
+        self.asked += 1
+        if asked["temperature"]:
+            return {"error": {"message": f"sampled at {asked['temperature']}"}}
+        assert not asked["cache_prompt"] and asked["repeat_last_n"] >= 0
+        if len(asked["prompt"]) + asked["max_tokens"] > self.params.n_ctx:
+            return {"error": {"message": "too long"}}
+        assert all(isinstance(token, int) for token in asked["prompt"])
+        drafts = [kind.name for kind in self.params.speculative.types]
+        if drafts == ["COMMON_SPECULATIVE_TYPE_NGRAM_MOD"] and self.asked > 1:
+            return {"error": {"message": "it remembers what it answered"}}
+        tokens = list(range(asked["max_tokens"]))
+        timings = {"prompt_ms": 4.0, "predicted_ms": 2.0 * (len(tokens) - 1)}
+        drafted = {"draft_n_accepted": 3} if drafts else {}
+        return {"timings": timings | drafted, "__verbose": {"tokens": tokens}}
+"""
+
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -72,9 +109,10 @@ def pair(folder: Path) -> Pair:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A python that finds a package which answers like vllm."""
+    """A python that finds packages which answer like vllm and xllamacpp."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "vllm.py").write_text(STAND_IN)
+    (tmp_path / "site" / "xllamacpp.py").write_text(LLAMA_STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     return sys.executable
 
@@ -184,10 +222,10 @@ def test_a_vllm_that_is_not_asked_is_stopped(
     count.touch()
     monkeypatch.setenv("VLLM_STAND_IN", "busy")
     monkeypatch.setenv("VLLM_COUNT", str(count))
-    worker = methods.Worker(stand_in, tmp_path / "log", torch.device("cpu"))
+    worker = methods.Worker("vllm", stand_in, tmp_path / "log", torch.device("cpu"))
     pair.target.save_pretrained(tmp_path / "model")
     options = {"model": str(tmp_path / "model"), "enable_prefix_caching": False, "dtype": "float32"}
-    assert worker.ask(options | {"disable_log_stats": False}) == {"version": "9.9"}
+    assert worker.ask(options | {"library": "vllm", "disable_log_stats": False}) == {"library": "vllm 9.9"}
     sizes = []
     for _ in range(3):
         time.sleep(0.1)
@@ -218,6 +256,68 @@ def test_a_silent_vllm_is_ended(pair: Pair, tmp_path: Path, stand_in: str, monke
     assert report.failed == {"vllm": "vllm gave no answer in 0.2 seconds"}
 
 
+# llama.cpp
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    """All that the stand-in looks at."""
+    (tmp_path / "tiny.gguf").write_text("GGUF")
+    return tmp_path / "tiny.gguf"
+
+
+def test_llama_answers_from_an_environment_of_its_own(pair: Pair, tmp_path: Path, stand_in: str, gguf: Path) -> None:
+    out = tmp_path / "out"
+    report = small(pair, out, ["auto"], llama=stand_in, gguf=gguf)
+    assert not report.failed and [mode.mode for mode in report.modes] == ["off", "auto", *LLAMA_METHODS]
+    assert {mode.library for mode in report.modes[2:]} == {"llama.cpp (xllamacpp 8.8)"}
+    for run in (run for mode in LLAMA_METHODS for run in runs_of(out, mode)):
+        assert run["ms_per_token"] == pytest.approx(2.0) and run["first_token_seconds"] == 0.004
+        assert 0 < run["resident_bytes"] < runs_of(out, "off")[0]["resident_bytes"] and run["steps"] == (
+            6 if run["mode"] == "llama" else 3
+        )
+    plain = report.mode("llama")
+    assert plain.load_seconds is not None and plain.tokens_per_second == pytest.approx(500.0)
+    read = fmean(run["prompt_tokens"] for run in runs_of(out, "llama"))
+    assert plain.prompt_tokens_per_second == pytest.approx(read / 0.004)
+    assert not list(out.glob(".models-*"))
+
+
+def test_tokens_of_llama_are_not_expected_to_be_the_same(pair: Pair, tmp_path: Path, stand_in: str, gguf: Path) -> None:
+    report = small(pair, tmp_path / "out", ["llama"], llama=stand_in, gguf=gguf)
+    figures = report.mode("llama")
+    assert figures.same is None and figures.equal == 0 and figures.rescored is None
+    assert report.mode("off").equal is None, "its sameness is a promise"
+    assert "(0 of 4) |" in report.to_markdown()
+    assert [one.verdict for one in diagnoses(report)][-1] == "good"
+    sampled = small(pair, tmp_path / "two", ["llama"], llama=stand_in, gguf=gguf, temperature=0.5)
+    assert sampled.failed == {"llama": "RuntimeError: sampled at 0.5"}
+
+
+def test_auto_is_shown_beside_the_fastest_method_of_llama(
+    pair: Pair, tmp_path: Path, stand_in: str, gguf: Path
+) -> None:
+    report = small(pair, tmp_path / "out", ["auto", "hf", "llama"], llama=stand_in, gguf=gguf)
+    beside = {one.method: one for one in report.beside}
+    assert beside.keys() == {"hf", "llama"} and {one.mode for one in report.beside} == {"auto"}
+    expected = report.mode("auto").overall.speed.ratio / report.mode("llama").overall.speed.ratio
+    assert beside["llama"].speed.ratio == pytest.approx(expected)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"{beside['llama'].speed} as fast as llama, the fastest of llama.cpp (xllamacpp 8.8)." in page
+    assert "| llama.cpp (xllamacpp 8.8) | llama | auto |" in report.to_markdown()
+
+
+def test_a_llama_that_cannot_run_says_why(pair: Pair, tmp_path: Path, stand_in: str, gguf: Path) -> None:
+    report = small(pair, tmp_path / "none", ["llama"], llama=stand_in, repeats=1)
+    assert report.failed == {"llama": "llama.cpp takes a GGUF file as the target, on a CPU and not inflated"}
+    gguf.write_text("another")
+    report = small(pair, tmp_path / "other", ["llama"], llama=stand_in, gguf=gguf, repeats=1)
+    assert report.failed == {"llama": "error loading model: unknown model architecture: 'x'"}
+    (tmp_path / "site" / "xllamacpp.py").write_text("raise ModuleNotFoundError('No module named xllamacpp')")
+    report = small(pair, tmp_path / "without", ["llama"], gguf=gguf, repeats=1)
+    assert report.failed == {"llama": "ModuleNotFoundError: No module named xllamacpp"}, "this python, if none is named"
+
+
 # The command
 
 
@@ -231,3 +331,15 @@ def test_the_command_shows_the_rows_and_the_reasons(
     assert "goes on" not in done.err, "nothing is left to be measured"
     done = run(*common, "--modes", "vllm", "--out", tmp_path / "two", "--vllm", tmp_path / "nowhere", "--json")
     assert "cannot be run: No such file" in json.loads(done.out)["failed"]["vllm"]
+
+
+def test_the_command_gives_llama_the_file_of_the_target(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, data, asked = Runner(capsys, monkeypatch), write_tasks(tmp_path / "data", TASKS), []
+    monkeypatch.setattr("draftgraph.bench.speed.bench_run", lambda *_, **given: asked.append(given))
+    monkeypatch.setattr("draftgraph.cli.bench.load_pair", lambda settings: None)
+    (tmp_path / "tiny.gguf").write_text("GGUF")
+    for target in (tmp_path / "tiny.gguf", folder):
+        run("bench", "run", "--data", data, "--target", target, "--llama", "python3", "--out", tmp_path / "out")
+    assert [(one["llama"], one["gguf"]) for one in asked] == [("python3", tmp_path / "tiny.gguf"), ("python3", None)]

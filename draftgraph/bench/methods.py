@@ -8,12 +8,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,14 +24,14 @@ import torch
 import transformers
 
 from draftgraph import private
-from draftgraph.bench import vllm_worker
+from draftgraph.bench import worker
 from draftgraph.bench.runs import Record
-from draftgraph.bench.stopwatch import Stopwatch
-from draftgraph.bench.structures import PEERS, VLLM_METHODS
+from draftgraph.bench.stopwatch import Stopwatch, told
+from draftgraph.bench.structures import LLAMA_METHODS, PEERS, VLLM_METHODS
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import DraftGraphError, one_line
 from draftgraph.files import writing
-from draftgraph.generation import Request, context_window, prepare
+from draftgraph.generation import Request, context_window
 from draftgraph.models.draft import save_plain
 from draftgraph.models.faults import quiet_transformers
 from draftgraph.pair import Pair
@@ -41,15 +42,15 @@ LOOKUP_TOKENS = 10  # as transformers' own documentation has it
 CONSTANT = {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": 5, "assistant_confidence_threshold": 0}
 DRAFTED = 5  # tokens, as vLLM's own documentation has it
 VLLM_LOOKUP_TOKENS = 4
-ROOM = 16  # tokens behind the longest answer, which drafts may reach into
+ROOM = 64  # tokens behind the longest answer, which drafts may reach into
 PATIENCE = 900.0  # seconds for one answer of the worker; the first waits for weights and compiling
 GPU_SHARE = 0.8  # of the free memory, for all methods of vLLM together
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
-NO_REASON = "initialization failed"  # of its engine or worker: they have logged what it was
+ERROR = re.compile(r"\b(\w*(?:Error|Exception|error loading model): .+)")
+NO_REASON = re.compile("initialization failed|Failed to init")  # of an engine that has logged what it was
 
 
-class MethodFailed(Exception):
+class MethodFailed(DraftGraphError):
     """Why a method of another library cannot answer, in one line."""
 
 
@@ -77,6 +78,7 @@ class Answer:
     first: int  # tokens that came first, at once
     first_seconds: float  # from the prompt to those
     seconds: float  # from there to the end
+    more: Record = field(default_factory=dict)  # that the library tells of it
 
     @property
     def ms_per_token(self) -> float:
@@ -92,9 +94,6 @@ class Peer(Method, ABC):
     def __init__(self, name: str, watch: Stopwatch) -> None:
         super().__init__(name, watch)
         self.pair, self.arguments = watch.pair, watch.arguments
-        taken = ("temperature", "top_p", "max_new_tokens") if self.arguments.get("temperature") else ("max_new_tokens",)
-        self.given = {name: self.arguments[name] for name in taken if self.arguments.get(name) is not None}
-        self.given["do_sample"] = "temperature" in self.given
 
     @abstractmethod
     def prepare(self, prompt: str) -> Record:
@@ -123,10 +122,14 @@ class Peer(Method, ABC):
             "seconds": answer.seconds,
             "ms_per_token": answer.ms_per_token,
             "first_token_seconds": answer.first_seconds,
-            **self.watch.compare(prompt, answer.tokens, plain),
+            **self.compare(prompt, answer.tokens, plain),
             **taken,
+            **answer.more,
             "tokens": answer.tokens,
         }
+
+    def compare(self, prompt: str, tokens: list[int], plain: Sequence[int] | None) -> Record:
+        return self.watch.compare(prompt, tokens, plain)
 
     def taken(self) -> Record:
         return self.watch.meters.read()
@@ -150,10 +153,10 @@ def failing() -> Iterator[None]:
 
 class Exports:
     """Written on first use, under `place`. A draft that borrows from its target gets an embedding and output matrix of
-    its own: those of the `lender`, which is the target before it was inflated."""
+    its own: those of the `lender`, which is the target before it was inflated. `gguf` is the target's own file."""
 
-    def __init__(self, pair: Pair, lender: Any, place: Path) -> None:
-        self._pair, self._lender, self._place = pair, lender, place
+    def __init__(self, pair: Pair, lender: Any, place: Path, gguf: Path | None = None) -> None:
+        self._pair, self._lender, self._place, self.gguf = pair, lender, place, gguf
         self._folder: TemporaryDirectory[str] | None = None
 
     @property
@@ -225,7 +228,9 @@ class Generate(Peer):
 
     def __init__(self, name: str, watch: Stopwatch, **more: Any) -> None:
         super().__init__(name, watch)
-        self.given |= more
+        taken = ("temperature", "top_p", "max_new_tokens") if self.arguments.get("temperature") else ("max_new_tokens",)
+        self.given = {name: self.arguments[name] for name in taken if self.arguments.get(name) is not None} | more
+        self.given["do_sample"] = "temperature" in self.given
 
     def prepare(self, prompt: str) -> Record:
         return {"library": f"transformers {transformers.__version__}"}
@@ -280,28 +285,65 @@ class Static(Generate):
         return super().answer(prompt)
 
 
-class Vllm(Peer):
-    """`vllm.LLM`, which is stopped while others are timed: its idle processes take time too."""
+class Elsewhere(Peer):
+    """A library in an environment of its own, stopped while others are timed: its idle processes take time too."""
+
+    library: str  # as the worker and its option are called
 
     def __init__(self, name: str, watch: Stopwatch, exports: Exports, python: str | None) -> None:
         super().__init__(name, watch)
         self._exports, self._python = exports, python
-        self._on_cuda = watch.meters.device.type == "cuda"
-        free, total = torch.cuda.mem_get_info(watch.meters.device) if self._on_cuda else (0, 1)
-        self._gpu_share = free / total * GPU_SHARE / len(VLLM_METHODS)
+        self._device = watch.meters.device
         self._worker: Worker | None = None
+
+    @abstractmethod
+    def options(self, length: int) -> Record:
+        """What its worker starts with, for texts of this length at most."""
+
+    @abstractmethod
+    def sampling(self, request: Request) -> Record:
+        """What `generate` would make of the settings, defaults of the model included, in the words of the library."""
 
     def prepare(self, prompt: str) -> Record:
         if self._python is None:
-            raise MethodFailed("no environment with vllm is named: give its python, --vllm PYTHON")
-        options = self.options(len(self.ids(prompt)))
-        self._worker = Worker(self._python, self._exports.folder / f"{self.name}.log", self.watch.meters.device)
-        return {"library": f"vllm {self._worker.ask(options)['version']}"}
+            raise MethodFailed(f"no environment with {self.library} is named: give its python, --{self.library} PYTHON")
+        length = self.request(prompt).max_length + ROOM
+        options = self.options(min(length, context_window(self.pair.target) or length))
+        self._worker = Worker(self.library, self._python, self._exports.folder / f"{self.name}.log", self._device)
+        return self._worker.ask({"library": self.library} | options)
 
-    def options(self, longest: int) -> Record:
-        """Arguments of `vllm.LLM` for one prompt at a time, with `longest` tokens at most."""
-        target = self.pair.target
-        length = longest + self.arguments["max_new_tokens"] + ROOM
+    def request(self, prompt: str) -> Request:
+        return self.pair.request(prompt, **{name: one for name, one in self.arguments.items() if name != "seed"})
+
+    def answer(self, prompt: str) -> Answer:
+        request = self.request(prompt)
+        ids = request.input_ids[0].tolist()
+        sampling = self.sampling(request) | {"max_tokens": request.max_length - len(ids)}
+        assert self._worker is not None, "it was warmed up"
+        given = self._worker.ask({"prompt": ids, "sampling": sampling})
+        return Answer(given.pop("tokens"), 1, given.pop("first_seconds"), given.pop("seconds"), given)
+
+    def taken(self) -> Record:
+        """Energy is counted for the whole device, memory only for this process, in which it does not run."""
+        return {name: value for name, value in super().taken().items() if name == "joules"}
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+class Vllm(Elsewhere):
+    """`vllm.LLM`, one prompt at a time."""
+
+    library = "vllm"
+
+    def __init__(self, name: str, watch: Stopwatch, exports: Exports, python: str | None) -> None:
+        super().__init__(name, watch, exports, python)
+        self._on_cuda = self._device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self._device) if self._on_cuda else (0, 1)
+        self._gpu_share = free / total * GPU_SHARE / len(VLLM_METHODS)
+
+    def options(self, length: int) -> Record:
         options: Record = {"gpu_memory_utilization": self._gpu_share} if self._on_cuda else {}
         if self.name == "vllm-ngram":
             options["speculative_config"] = {"method": "ngram", "prompt_lookup_max": VLLM_LOOKUP_TOKENS}
@@ -311,40 +353,52 @@ class Vllm(Peer):
             options["speculative_config"]["num_speculative_tokens"] = DRAFTED
         return options | {
             "model": str(self._exports.target),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "max_model_len": min(length, context_window(target) or length),
+            "dtype": str(self.pair.target.dtype).removeprefix("torch."),
+            "max_model_len": length,
             "max_num_seqs": 1,
             "enable_prefix_caching": False,  # a prompt that is repeated would have no prefill
             "disable_log_stats": False,  # they tell when the first token came
         }
 
-    def answer(self, prompt: str) -> Answer:
-        ids = self.ids(prompt)
-        # What `generate` would make of the settings: defaults of the model included.
-        request = prepare(self.pair.target, torch.tensor([ids]), **self.given)
-        sampling = sampling_of(request, self.arguments) | {"max_tokens": self.arguments["max_new_tokens"]}
-        assert self._worker is not None, "it was warmed up"
-        given = self._worker.ask({"prompt": ids, "sampling": sampling})
-        return Answer(given["tokens"], 1, given["first_seconds"], given["seconds"])
+    def sampling(self, request: Request) -> Record:
+        """Texts end with the target's end tokens alone."""
+        ends = {"ignore_eos": True, "stop_token_ids": sorted(request.eos_ids), "detokenize": False}
+        return sampling_of(request, self.arguments) | ends
 
-    def taken(self) -> Record:
-        """Energy is counted for the whole device, memory only for this process, in which vLLM does not run."""
-        return {name: value for name, value in super().taken().items() if name == "joules"}
 
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+class Llama(Elsewhere):
+    """llama.cpp, through xllamacpp, on the target's own GGUF file: texts end with the end tokens of that."""
+
+    library = "llama"
+
+    def options(self, length: int) -> Record:
+        if self._exports.gguf is None or self._device.type != "cpu":
+            raise MethodFailed("llama.cpp takes a GGUF file as the target, on a CPU and not inflated")
+        drafts = self.name.partition("-")[2] or None
+        threads = torch.get_num_threads()
+        return {"model": str(self._exports.gguf), "drafts": drafts, "context": length, "threads": threads}
+
+    def sampling(self, request: Request) -> Record:
+        """Without limits of its own; where `generate` may not end a text early, it goes on as well."""
+        sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling_of(request, self.arguments)
+        sampling |= {"repeat_penalty": sampling.pop("repetition_penalty", 1.0), "repeat_last_n": request.max_length}
+        return sampling | {"ignore_eos": bool(request.config.min_new_tokens)}
+
+    def compare(self, prompt: str, tokens: list[int], plain: Sequence[int] | None) -> Record:
+        """It computes with quantised numbers, so the same tokens are not expected: equal ones are only counted."""
+        claims = plain is not None and not self.arguments.get("temperature")
+        return told(tokens, None) | {"same": None} | ({"equal": tokens == plain} if claims else {})
 
 
 class Worker:
-    """`vllm_worker.py` in another environment."""
+    """`worker.py` in another environment."""
 
-    def __init__(self, python: str, log: Path, device: torch.device) -> None:
-        self._log = log
+    def __init__(self, library: str, python: str, log: Path, device: torch.device) -> None:
+        self._library, self._log = library, log
         try:
             with log.open("w") as stream:
                 self._process = subprocess.Popen(
-                    [python, vllm_worker.__file__],
+                    [python, worker.__file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stream,
@@ -370,7 +424,8 @@ class Worker:
         except OSError:  # it has ended
             pass
         finally:
-            ended = "the worker of vllm ended" if timer.is_alive() else f"vllm gave no answer in {PATIENCE:g} seconds"
+            silent = f"{self._library} gave no answer in {PATIENCE:g} seconds"
+            ended = f"the worker of {self._library} ended" if timer.is_alive() else silent
             timer.cancel()
             self._send(signal.SIGSTOP)
         answer: Record = json.loads(line) if line else {"error": ended}
@@ -381,8 +436,8 @@ class Worker:
     def _reason(self, said: str) -> str:
         """The message, or the last error in the log where that is more specific."""
         logged = ERROR.findall(self._log.read_text(errors="replace")) if self._log.exists() else []
-        causes = [line for line in logged if NO_REASON not in line]
-        vague = NO_REASON in said or "Error: " not in said
+        causes = [line for line in logged if not NO_REASON.search(line)]
+        vague = NO_REASON.search(said) or "Error: " not in said
         return (causes[-1] if vague and causes else said).strip().splitlines()[0][:240]
 
     def close(self) -> None:
@@ -405,15 +460,12 @@ class Worker:
             os.killpg(self._process.pid, kind)
 
 
-def sampling_of(request: Request, arguments: Any) -> Record:
-    """Arguments of vLLM's `SamplingParams` that mean the same. Texts end with the target's end tokens alone."""
-    config, ends = request.config, sorted(request.eos_ids)
-    sampling: Record = {"temperature": 0.0, "ignore_eos": True, "stop_token_ids": ends, "detokenize": False}
-    if config.repetition_penalty is not None:
-        sampling["repetition_penalty"] = config.repetition_penalty
+def sampling_of(request: Request, arguments: Mapping[str, Any]) -> Record:
+    """The settings that are not None, under the names that most libraries have for them."""
+    config, sampling = request.config, {"temperature": 0.0}
+    names = ("repetition_penalty", "top_p", "top_k", "min_p") if request.samples else ("repetition_penalty",)
+    sampling |= {name: value for name in names if (value := getattr(config, name)) is not None}
     if request.samples:
-        taken = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p")}
-        sampling |= {name: value for name, value in taken.items() if value is not None}
         sampling |= {"temperature": request.temperature, "seed": arguments.get("seed", 0)}
     return sampling
 
@@ -428,12 +480,14 @@ def same_gpu(device: torch.device) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible[index] if visible else str(index)}
 
 
-def method_named(name: str, watch: Stopwatch, exports: Exports, vllm: str | None) -> Method:
-    """The mode or method of this name; those of vLLM run with the python `vllm`."""
+def method_named(name: str, watch: Stopwatch, exports: Exports, pythons: Mapping[str, str | None]) -> Method:
+    """The mode or method of this name; those of vLLM and llama.cpp run with the pythons that are named for them."""
     if name not in PEERS:
         return Method(name, watch)
     if name in VLLM_METHODS:
-        return Vllm(name, watch, exports, vllm)
+        return Vllm(name, watch, exports, pythons["vllm"])
+    if name in LLAMA_METHODS:
+        return Llama(name, watch, exports, pythons["llama"] or sys.executable)
     if name.startswith("hf-assisted"):
         return Assisted(name, watch, exports, **CONSTANT if name.endswith("-constant") else {})
     if name == "hf-static":

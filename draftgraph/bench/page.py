@@ -245,12 +245,14 @@ def headline(report: SpeedReport) -> str:
     best = max(report.drafting, key=lambda mode: mode.overall.speed.ratio)
     speed = best.overall.speed
     said = f"{best.mode} is {speed}" + (f" ({speed.interval})" if speed.interval else "")
-    return f"{speed_report.labelled(f'{said} as fast as plain decoding', report)}, over {best.overall.prompts} prompts."
+    said = speed_report.labelled(f"{said} as fast as plain decoding", report)
+    return " ".join([f"{said}, over {best.overall.prompts} prompts.", *(f"{one}." for one in report.beside)])
 
 
 def sections(report: SpeedReport) -> Iterator[Section]:
     charts = [speed_chart(report, task) for task in sorted(report.groups, key=lambda task: task != ALL)]
-    tables = [speed_report.speed_table(report), speed_report.times_table(report)]
+    tables = [speed_report.speed_table(report), speed_report.beside_table(report), speed_report.times_table(report)]
+    tables = [table for table in tables if table.lines]
     yield explained("Times as fast as plain decoding", charts, tables)
     yield exactness(report)
     if any(mode.sources.shares for mode in report.modes):

@@ -20,7 +20,7 @@ from draftgraph.bench.rescoring import can_rescore
 from draftgraph.bench.runs import PLAIN, Deadline, Place, Record, Runs, all_places, can_be_rescored, digest, of_kind
 from draftgraph.bench.speed_report import SpeedReport, label_of
 from draftgraph.bench.stopwatch import Stopwatch
-from draftgraph.bench.structures import HF_METHODS, MODES, PEERS, mode_named
+from draftgraph.bench.structures import HF_METHODS, LLAMA_METHODS, MODES, PEERS, mode_named
 from draftgraph.bench.tasks import to_score
 from draftgraph.config import GraphConfig
 from draftgraph.engine.borrowing import unwrapped
@@ -52,6 +52,8 @@ def bench_run(
     seed: int = 0,
     transformers: bool = False,
     vllm: str | None = None,
+    llama: str | None = None,
+    gguf: Path | None = None,
     seconds: float | None = None,
     names: Mapping[str, str | None] | None = None,
     profile: GraphConfig | None = None,
@@ -62,13 +64,18 @@ def bench_run(
     `TaskPrompt`s may have references to score answers by. `inflate` puts the target into a large shape, or has
     done so before (`large`); `names` are those to show for the target and the draft; a `profile` is timed under that
     name. Methods of other libraries are named among the modes, as in hf-assisted; `transformers` adds all of that
-    library, and those of vLLM need the python of an environment that has it, `vllm`.
+    library. Those of vLLM need the python of an environment that has it, `vllm`; those of llama.cpp the target's own
+    `gguf` file and, if xllamacpp is not in this environment, the python of one, `llama`, which adds all of them where
+    the modes name none.
 
     >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])    # doctest: +SKIP
     >>> report.mode("auto").overall.speed.ratio                                                 # doctest: +SKIP
     """
     deadline, folder = Deadline(seconds), Path(out).expanduser()
-    words = list(dict.fromkeys((PLAIN, *modes, *(HF_METHODS if transformers else ()))))
+    words = [PLAIN, *modes, *(HF_METHODS if transformers else ())]
+    if llama is not None and not {*modes} & {*LLAMA_METHODS}:
+        words += LLAMA_METHODS
+    words = list(dict.fromkeys(words))
     own = {word: mode_named(word) for word in words if word not in PEERS} | ({"profile": profile} if profile else {})
     wanted = [*own, *(word for word in words if word in PEERS)]
     names = {"target": name_of(pair.target), "draft": pair.draft and name_of(pair.draft)} | dict(names or {})
@@ -78,8 +85,10 @@ def bench_run(
         lender = pair.target
         pair = large or inflated_pair(pair, inflate)
         watch = Stopwatch(pair, own, arguments)
-        exports = stack.enter_context(closing(Exports(pair, lender, folder)))
-        methods = [stack.enter_context(closing(method_named(word, watch, exports, vllm))) for word in wanted]
+        own_file = gguf if pair.target is lender else None
+        exports = stack.enter_context(closing(Exports(pair, lender, folder, own_file)))
+        pythons = {"vllm": vllm, "llama": llama}
+        methods = [stack.enter_context(closing(method_named(word, watch, exports, pythons))) for word in wanted]
         label = label_of(inflate)
         configuration = names | {"inflated": label, "modes": wanted} | arguments | surroundings(pair)
         if profile is not None:

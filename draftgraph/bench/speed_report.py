@@ -38,7 +38,10 @@ MEASURED = (
     ("memory beside weights, GB", "extra_bytes", 1e9),
     ("process at most, GB", "resident_bytes", 1e9),
     ("joules per token", "joules_per_token", 1),
-)  # where the device tells
+    ("tokens per s", "tokens_per_second", 1),
+    ("prompt tokens per s", "prompt_tokens_per_second", 1),
+    ("load, s", "load_seconds", 1),
+)  # where the device or the library tells
 MOST_MODES = 16  # of a picture
 VERDICTS = {(None, None): "", (True, True): "yes", (False, True): "by chance or tie", (False, False): "NO"}
 LOW = 0.5  # of passes that accept nothing: more is a draft that seldom helps
@@ -169,9 +172,12 @@ class ModeFigures:
     acceptance: Acceptance | None
     missed: dict[str, float]  # why the target's token was not in the graph, as shares; empty: nothing is told
     answers: int
-    same: int | None  # answers with the tokens of plain decoding; None: no claim, another library has sampled them
+    same: int | None  # answers with the tokens of plain decoding; None: no claim, another library sampled or rounded
+    equal: int | None  # the same of a library that rounds in other ways, for information; None: of any other
     ties: int  # others that part where two tokens were as good as tied
     warm_up_seconds: float | None
+    load_seconds: float | None  # None: not told
+    prompt_tokens_per_second: float | None  # to the first token
     extra_bytes: int | None  # beside the weights, at most; None: not on a GPU
     resident_bytes: int | None  # of the process, at most, so far; None: on a GPU, or not told
     joules_per_token: float | None  # of the whole device, prefill included; None: it does not count
@@ -179,9 +185,40 @@ class ModeFigures:
     library: str | None  # that it is a method of, with its version; None: this one
 
     @property
+    def tokens_per_second(self) -> float:
+        return 1000 / self.overall.ms_per_token
+
+    @property
     def by_task(self) -> dict[str, Figures]:
         """The figures of every task and their mean."""
         return {figures.task: figures for figures in (*self.tasks, self.overall)}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The fastest method of another library: how many times as fast a mode of this one is, on the same prompts."""
+
+    library: str
+    method: str
+    mode: str
+    speed: Speed
+
+    def __str__(self) -> str:
+        return f"{self.mode} is {self.speed} as fast as {self.method}, the fastest of {self.library}"
+
+    @classmethod
+    def of_all(cls, modes: Sequence[ModeFigures], runs: Sequence[Record]) -> list[Beside]:
+        """For every other library, `auto`, or the fastest mode where that was not measured."""
+        ranked = sorted(modes, key=lambda mode: mode.overall.speed.ratio)
+        fastest = {mode.library: mode.mode for mode in ranked}
+        ours = "auto" if any(mode.mode == "auto" for mode in modes) else fastest.pop(None, PLAIN)
+        found = []
+        for library, method in fastest.items():
+            times = times_of(runs, method)
+            common = [run for run in runs if (run["task"], run["prompt"]) in times]
+            if library is not None and (ratios := ratios_of(common, ours, times)):
+                found.append(cls(library, method, ours, geometric_mean(ratios)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -195,6 +232,7 @@ class SpeedReport:
     failed: dict[str, str]  # methods of other libraries that the last call gave up, and why
     unscored: int  # answers in half precision that wait to be scored in float32
     scores: list[TaskScore]  # of tasks with references
+    beside: list[Beside]
     latencies: Record | None = None  # of passes, as they were measured last; see `Latencies`
     examples: dict[str, str] = field(default_factory=dict)  # a step of each mode, as a document of `inspect`
 
@@ -218,6 +256,7 @@ class SpeedReport:
             failed,
             answers_to_rescore(records),
             scores_of(runs) or [TaskScore(**one) for found in of_kind(records, "scores") for one in found["scores"]],
+            Beside.of_all(modes, runs),
             latencies[-1] if latencies else None,
             {one["mode"]: one["example"] for one in warm_ups if "example" in one},
         )
@@ -321,8 +360,11 @@ def mode_figures(
         {reason: count / missed.total() for reason, count in missed.most_common()},
         len(runs),
         sum(claims) if claims else None,
+        sum(run["equal"] for run in runs) if all("equal" in run for run in runs) else None,
         sum(run["tie"] for run in runs),
         max((record["seconds"] for record in warm_ups), default=None),  # later starts find prices on disk
+        largest(warm_ups, "load_seconds"),
+        per(runs, "prompt_tokens", "first_token_seconds"),
         largest(known, "extra_bytes"),
         largest(known, "resident_bytes"),
         per(runs, "joules", "new_tokens"),
@@ -359,7 +401,7 @@ def per(runs: Sequence[Record], figure: str, unit: str) -> float | None:
     return sum(run[figure] for run in told) / sum(run[unit] for run in told) if told else None
 
 
-def largest(records: Sequence[Record], figure: str) -> int | None:
+def largest(records: Sequence[Record], figure: str) -> Any:
     return max((record[figure] for record in records if figure in record), default=None)
 
 
@@ -436,7 +478,8 @@ def tables(report: SpeedReport) -> list[Table]:
     scores, failures = scores_table(report.scores), Table("Signs of failure", ["sign", reporting.REASON], signs)
     proposals = [sources_table(report), scores, acceptance_table(report), missed_table(report), rescored_table(report)]
     costs = [costs_table(report), failures, failed_table(report)]
-    return [table for table in (speed_table(report), times_table(report), *proposals, *costs) if table.lines]
+    speeds = [speed_table(report), beside_table(report), times_table(report)]
+    return [table for table in (*speeds, *proposals, *costs) if table.lines]
 
 
 def title_of(report: SpeedReport) -> str:
@@ -468,11 +511,19 @@ def speed_table(report: SpeedReport) -> Table:
     lines = []
     for mode in report.modes:
         known, same = mode.by_task, reporting.same_of(mode.same, mode.answers, mode.ties)
+        same = same if mode.equal is None else f"({mode.equal} of {mode.answers})"
         cells = [labelled(str(known[task].speed) if task in known else "", report) for task in report.groups]
         lines.append([mode.mode, *cells, mode.overall.speed.interval, number(mode.overall.tokens_per_pass), same])
     known_modes = {mode.mode for mode in report.modes}
     lines += [[mode, *[""] * (len(header) - 2), "failed"] for mode in report.failed if mode not in known_modes]
     return Table("Times as fast as plain decoding", header, lines)
+
+
+def beside_table(report: SpeedReport) -> Table:
+    lines = []
+    for one in report.beside:
+        lines.append([one.library, one.method, one.mode, labelled(str(one.speed), report), one.speed.interval])
+    return Table("Beside other libraries", ["library", "its fastest", "mode", "times as fast", "95% interval"], lines)
 
 
 def times_table(report: SpeedReport) -> Table:

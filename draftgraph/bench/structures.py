@@ -20,7 +20,8 @@ STRUCTURES: dict[str, GraphConfig] = {
 }
 HF_METHODS = ("hf", "hf-assisted", "hf-assisted-constant", "hf-lookup", "hf-static")
 VLLM_METHODS = ("vllm", "vllm-ngram", "vllm-draft")
-PEERS = (*HF_METHODS, *VLLM_METHODS)  # of other libraries, timed in the same turns
+LLAMA_METHODS = ("llama", *(f"llama-ngram-{kind}" for kind in ("simple", "map-k", "map-k4v", "mod", "cache")))
+PEERS = (*HF_METHODS, *VLLM_METHODS, *LLAMA_METHODS)  # of other libraries, timed in the same turns
 MODES = ("off", "chain-4", "chain-8", "tree", "graph", "auto")  # that are timed if none are named
 
 

@@ -102,6 +102,7 @@ def run(
     repeats: int | None = None,
     transformers: bool = False,
     vllm: str | None = None,
+    llama: str | None = None,
     seconds: float | None = None,
 ) -> None:
     """Time the modes on prompts, in turns; stopped at any time, the same command goes on."""
@@ -120,6 +121,7 @@ def run(
     pair = load_pair(settings)
     with busy("starting"):
         from draftgraph.bench.speed import bench_run
+        from draftgraph.models.fetch import own_file
     measured = bench_run(
         pair,
         found,
@@ -133,6 +135,8 @@ def run(
         seed=sampling.get("seed", 0),
         transformers=transformers,
         vllm=vllm,
+        llama=llama,
+        gguf=own_file(settings.target),
         seconds=time_left(seconds, start),
         names=shown_names(settings),
         profile=profile,

