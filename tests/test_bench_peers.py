@@ -343,3 +343,23 @@ def test_the_command_gives_llama_the_file_of_the_target(
     for target in (tmp_path / "tiny.gguf", folder):
         run("bench", "run", "--data", data, "--target", target, "--llama", "python3", "--out", tmp_path / "out")
     assert [(one["llama"], one["gguf"]) for one in asked] == [("python3", tmp_path / "tiny.gguf"), ("python3", None)]
+
+
+def test_compare_shows_llama_beside_our_modes(
+    folder: Path,
+    tmp_path: Path,
+    stand_in: str,
+    gguf: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Runner(capsys, monkeypatch)
+    options = ("compare", "the cat sat", "--target", folder, "--mode", "chain", "--max-new-tokens", 6, "--repeat", 2)
+    left_out = run(*options, "--llama")
+    assert left_out.status == 0 and "llama.cpp is left out: llama.cpp takes a GGUF file" in left_out.err
+    assert json.loads(run(*options, "--json").out)["llama"] is None, "the target is no GGUF file"
+    monkeypatch.setattr("draftgraph.models.fetch.own_file", lambda target: gguf)
+    figures = json.loads(run(*options, "--llama", "--json").out)["llama"]
+    assert figures["seconds"] == [pytest.approx(0.014)] * 2 and figures["tokens"] == 6
+    assert figures["tokens_per_second"] == pytest.approx(6 / 0.014)
+    assert "times as fast as llama.cpp; the 6 tokens are the same" in run(*options, "--llama").out

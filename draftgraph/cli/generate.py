@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -33,6 +37,7 @@ from draftgraph.cli.terminal import (
 from draftgraph.errors import DraftGraphError, UsageError
 
 if TYPE_CHECKING:
+    from draftgraph.bench.methods import Llama
     from draftgraph.config import GraphConfig
     from draftgraph.inspect import GraphReport
     from draftgraph.pair import Output, Pair
@@ -177,7 +182,46 @@ class Timed:
         return self.outputs[0].stats.mean_accepted_length
 
 
-def compare(prompt: str, settings: Settings, repeat: int = 3) -> None:
+@dataclass
+class TimedLlama:
+    """llama.cpp on the same prompt. It computes with quantised numbers, so its tokens may be others, but as many."""
+
+    peer: Llama
+    library: str
+    tokens: int
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self, prompt: str) -> None:
+        answer = self.peer.answer(prompt)
+        self.seconds.append(answer.first_seconds + answer.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / median(self.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        shown = ("library", "tokens", "tokens_per_second", "seconds")
+        return {name: getattr(self, name) for name in shown}
+
+
+@contextmanager
+def llama_beside(pair: Pair, prompt: str, arguments: dict[str, Any], gguf: Path | None) -> Iterator[TimedLlama | None]:
+    """llama.cpp from this environment, started; None: it cannot be, and why is told."""
+    from draftgraph.bench.methods import Exports, Llama, MethodFailed
+    from draftgraph.bench.stopwatch import Stopwatch
+
+    exports = Exports(pair, pair.target, Path(tempfile.gettempdir()), gguf)
+    peer = Llama("llama", Stopwatch(pair, {}, arguments), exports, sys.executable)
+    with closing(exports), closing(peer):
+        try:
+            started = TimedLlama(peer, peer.warm_up(prompt)["library"], arguments["max_new_tokens"])
+        except MethodFailed as error:
+            complain(f"llama.cpp is left out: {error}")
+            started = None
+        yield started
+
+
+def compare(prompt: str, settings: Settings, repeat: int = 3, llama_cpp: bool | None = None) -> None:
     """Time a mode against plain decoding and check that the tokens are the same."""
     text = read_prompt(prompt)
     plain, chosen = Timed(settings.graph_config(mode="off")), Timed(settings.graph_config())
@@ -186,12 +230,17 @@ def compare(prompt: str, settings: Settings, repeat: int = 3) -> None:
     sampling = settings.sampling_arguments()
     pair = load_pair(settings)
     from draftgraph.decoder import fresh_seed
+    from draftgraph.models.fetch import own_file
 
     arguments = {"seed": fresh_seed()} | sampling
     decoding = pair.start(text, config=chosen.config, **arguments)  # refuses now what cannot be generated
     chosen.prices, cost = decoding.prices, decoding.pricing.at(0)
     chosen.config = replace(chosen.config, cost=cost)  # not measured again between timed runs
-    with busy("warming up") as show:
+    gguf = own_file(settings.target)
+    if llama_cpp is None:
+        llama_cpp = find_spec("xllamacpp") is not None and gguf is not None and pair.target.device.type == "cpu"
+    llama: TimedLlama | None = None
+    with ExitStack() as stack, busy("warming up") as show:
         for timed in (plain, chosen):
             short = min(WARM_UP_TOKENS, settings.max_new_tokens or WARM_UP_TOKENS)
             pair.generate(text, config=timed.config, **arguments | {"max_new_tokens": short})
@@ -199,10 +248,17 @@ def compare(prompt: str, settings: Settings, repeat: int = 3) -> None:
             for timed in (plain, chosen):
                 show(f"{timed.config.mode}, run {turn + 1} of {repeat}")
                 timed.run(pair, text, arguments)
-    report(pair, plain, chosen, settings)
+            if llama_cpp and not turn:
+                show("starting llama.cpp")
+                length = dict.fromkeys(("min_new_tokens", "max_new_tokens"), len(plain.outputs[0].token_ids))
+                llama = stack.enter_context(llama_beside(pair, text, arguments | length, gguf))
+            if llama is not None:
+                show(f"llama.cpp, run {turn + 1} of {repeat}")
+                llama.run(text)
+    report(pair, plain, chosen, llama, settings)
 
 
-def report(pair: Pair, plain: Timed, chosen: Timed, settings: Settings) -> None:
+def report(pair: Pair, plain: Timed, chosen: Timed, llama: TimedLlama | None, settings: Settings) -> None:
     differs = first_difference([output.token_ids for output in plain.outputs + chosen.outputs])
     ratio = chosen.tokens_per_second / plain.tokens_per_second
     output = chosen.outputs[0]
@@ -217,14 +273,17 @@ def report(pair: Pair, plain: Timed, chosen: Timed, settings: Settings) -> None:
             "tokens_per_second": {mode: timed.tokens_per_second for mode, timed in both.items()},
             "tokens_per_pass": {mode: timed.tokens_per_pass for mode, timed in both.items()},
             "seconds": {mode: timed.seconds for mode, timed in both.items()},
+            "llama": None if llama is None else llama.to_dict(),
         }
         write_json(output.to_dict() | figures)
     else:
         verdict = f"the {len(output.token_ids)} tokens are the same" if differs is None else "the tokens DIFFER"
         terminal = console()
-        terminal.print(comparison_table(plain, chosen))
+        terminal.print(comparison_table(plain, chosen, llama))
         by = "" if chosen.prices is None else f" ({chosen.prices} prices)"
-        terminal.print(f"\n{chosen.config.mode} is {ratio:.2f} times as fast as off{by}; {verdict}")
+        if llama is not None:
+            by += f" and {chosen.tokens_per_second / llama.tokens_per_second:.2f} times as fast as llama.cpp"
+        terminal.print(f"\n{chosen.config.mode} is {ratio:.2f} times as fast as off{by}; {verdict}", soft_wrap=True)
         if settings.stats:
             show_figures(output.stats, True)
     if differs is not None:
@@ -233,11 +292,13 @@ def report(pair: Pair, plain: Timed, chosen: Timed, settings: Settings) -> None:
         raise typer.Exit(FAILED)
 
 
-def comparison_table(plain: Timed, chosen: Timed) -> Table:
-    table = plain_table(f"median of {len(plain.seconds)}", right(plain.config.mode), right(chosen.config.mode))
-    table.add_row("tokens per second", *(f"{timed.tokens_per_second:.1f}" for timed in (plain, chosen)))
-    table.add_row("tokens per pass", *(f"{timed.tokens_per_pass:.2f}" for timed in (plain, chosen)))
-    table.add_row("seconds", *(f"{median(timed.seconds):.2f}" for timed in (plain, chosen)))
+def comparison_table(plain: Timed, chosen: Timed, llama: TimedLlama | None) -> Table:
+    ours: dict[str, Timed] = {timed.config.mode: timed for timed in (plain, chosen)}
+    every: dict[str, Timed | TimedLlama] = {**ours, **({"llama.cpp": llama} if llama else {})}
+    table = plain_table(f"median of {len(plain.seconds)}", *map(right, every))
+    table.add_row("tokens per second", *(f"{timed.tokens_per_second:.1f}" for timed in every.values()))
+    table.add_row("tokens per pass", *(f"{timed.tokens_per_pass:.2f}" for timed in ours.values()))
+    table.add_row("seconds", *(f"{median(timed.seconds):.2f}" for timed in every.values()))
     return table
 
 
