@@ -204,10 +204,6 @@ class TokenGraph:
             if token in probs and token != NO_TOKEN:
                 self._nodes.node["prob"][child] = probs[token]
 
-    def may_grow(self, node: int) -> bool:
-        one = self._nodes.node[node]
-        return bool(one["state"] == OPEN and one["depth"] < self.max_depth)
-
     def close(self, frontier: list[int]) -> None:
         self._nodes.node["state"][frontier] = EXPANDED
 
