@@ -16,7 +16,7 @@ import numba
 from draftgraph.files import cache_dir
 from draftgraph.notices import notice
 
-PLACES = ("graph", "engine", "proposers")  # folders with compiled functions
+PLACES = ("graph", "engine", "kernels", "proposers")  # folders with compiled functions
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -41,7 +41,7 @@ def announce() -> None:
 def compiled(function: Function) -> Function:
     """Compiles a function when it is first called, unless that is known from before."""
     settings: Any = numba.config
-    machine_code: Any = numba.njit(error_model="numpy")(function)
+    machine_code: Any = numba.njit(error_model="numpy", nogil=True)(function)
     elsewhere, settings.CACHE_DIR = settings.CACHE_DIR, str(folder())
     try:
         machine_code.enable_caching()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -128,6 +129,15 @@ def plain_tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, tuple | list):
         return type(tree)(plain_tree_map(function, value) for value in tree)
     return function(tree)
+
+
+def plain_results() -> AbstractContextManager[Any]:
+    """While entered, what is computed from a subclass of Tensor is no longer of that class. Documented by torch under
+    this name; without it the results remember a class whose numbers they do not have, so it cannot be done without."""
+    found = getattr(torch._C, "DisableTorchFunctionSubclass", None)
+    if found is None:
+        raise MissingNameError("torch._C.DisableTorchFunctionSubclass")
+    return found()  # type: ignore[no-any-return]
 
 
 def is_hooked(module: nn.Module) -> bool:
