@@ -16,6 +16,7 @@ from draftgraph.notices import notice
 TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads its own variables
 LOCK = ".lock"
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+PACKED = "packed.safetensors"  # weights of 4 or 8 bits, in a folder that we made of a file
 ANOTHER_CACHE = "set DRAFTGRAPH_CACHE to a folder"
 ANOTHER_OUT = "give --out a folder"
 

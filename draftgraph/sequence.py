@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +20,10 @@ from draftgraph.cost.prices import Pricing
 from draftgraph.engine.protocol import Engine, PassResult, Segment, common_prefix
 from draftgraph.errors import DraftGraphError
 from draftgraph.generation import Request
+from draftgraph.kernels.threads import torch_alone
 from draftgraph.noise import KeyedNoise
 from draftgraph.proposers.copying import Past, SuffixProposer
-from draftgraph.proposers.device_draft import WIDTH, DeviceDrafts
+from draftgraph.proposers.device_draft import NARROW, WIDTH, DeviceDrafts
 from draftgraph.proposers.draft_model import DraftVocabulary, ModelProposer
 from draftgraph.proposers.growth import Growing
 from draftgraph.proposers.policies import Hypotheses, Limits, Policy, Sources, policy_for, root_alone
@@ -47,12 +49,19 @@ class Engines:
     def can_branch(self) -> bool:
         return all(engine.branching for engine in self.all)
 
+    def threads(self) -> AbstractContextManager[None]:
+        """In which a step runs: PyTorch's threads keep still beside our own."""
+        return torch_alone() if all(engine.compiled for engine in self.all) else nullcontext()
+
     def device_drafts(self, config: GraphConfig) -> DeviceDrafts | None:
         """Who drafts for sequences of this configuration on the device; None: the draft is asked level by level."""
         on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
-        if self.draft is None or self.vocabulary is None or not self.draft.captured or not on_device:
+        if self.draft is None or self.vocabulary is None or not on_device:
             return None
-        shape = config.k, config.levels, 1 if config.mode == "chain" else WIDTH
+        if not (self.draft.captured or self.draft.compiled):
+            return None
+        width = WIDTH if self.draft.captured else NARROW
+        shape = config.k, config.levels, 1 if config.mode == "chain" else width
         drafts = self._device_drafts.pop(shape, None) or DeviceDrafts(self.draft, self.vocabulary, *shape)
         self._device_drafts[shape] = drafts  # kept: recorded programs belong to them
         if len(self._device_drafts) > MOST_DRAFTS:

@@ -51,13 +51,14 @@ def step(ready: list[Sequence], reading: Reading, engines: Engines, experience: 
     Raises what a pass raises (memory or pages are short) before any sequence has taken its step.
     """
     taken, started = Taken(), time.perf_counter()
-    graphs = grow(ready, engines, experience, taken)
-    results = verify(ready, graphs, reading, engines, taken)
-    verified = time.perf_counter()
-    choose_and_commit(ready, graphs, results, taken)
-    begun = begin_read(reading, results, taken)
-    starting = start_drafts([*(one for one in ready if not one.done), *begun], engines, experience)
-    remember_and_learn(taken, begun, engines.target.asynchronous)
+    with engines.threads():
+        graphs = grow(ready, engines, experience, taken)
+        results = verify(ready, graphs, reading, engines, taken)
+        verified = time.perf_counter()
+        choose_and_commit(ready, graphs, results, taken)
+        begun = begin_read(reading, results, taken)
+        starting = start_drafts([*(one for one in ready if not one.done), *begun], engines, experience)
+        remember_and_learn(taken, begun, engines.target.asynchronous)
     now = time.perf_counter()
     taken.seconds.other = now - verified - starting
     account(ready, taken, experience, now - started)

@@ -70,7 +70,10 @@ def test_a_replay_equals_real_decoding(family: str, temperature: float, monkeypa
             prompt = torch.tensor([one.answer.prompt])
             real = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, config=config, **sampling)
             assert real.new_token_ids == [one.answer.tokens]
-            assert counted(one.stats[name]) == counted(real.stats), (row, name)
+            found, expected = counted(one.stats[name]), counted(real.stats)
+            if config.mode == "chain":  # written to its end before anybody looks
+                assert found.pop("draft_passes") <= expected.pop("draft_passes")
+            assert found == expected, (row, name)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -87,7 +87,7 @@ def assert_as_alone(
             continue
         found, expected = np.concatenate(list(draft.arriving())), grown_alone(model, text, wish, number, ends)
         assert found.shape == expected.shape
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def plain_probabilities(model: Any, text: list[int], path: list[int], noise: DraftNoise | None) -> Any:

@@ -325,7 +325,7 @@ def test_a_paged_engine_says_the_same(name: str, captured: bool, monkeypatch: py
 def test_modules_are_others_during_a_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "Fusions", partial(Fusions, kinds=("cpu",)))
     model = target_of("llama")
-    context, before, replaced = PagedEngine(model).open(), namespaces(model), []
+    context, before, replaced = PagedEngine(model, compiled=False).open(), namespaces(model), []
     hook = model.model.register_forward_pre_hook(lambda *_: replaced.append("forward" in vars(model.model.norm)))
     with Loan(model):
         context.prefill([1, 2, 3])

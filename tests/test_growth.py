@@ -114,7 +114,7 @@ def test_the_kernels_do_the_same_on_a_gpu(shape: tuple[int, int, int]) -> None:
             assert_same(one, other)
 
 
-def test_the_steps_on_a_cpu_are_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_steps_on_a_cpu_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(step: str, growth: Growth, *arguments: Any) -> Growth:
         getattr(kernels, step)(growth, *arguments)
         return growth

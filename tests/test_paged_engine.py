@@ -29,6 +29,7 @@ from draftgraph.engine.eager import EagerEngine
 from draftgraph.engine.paged import NODES, SEQUENCES, PagedContext, PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.passes import PassData, PassShape, Piece, lay_out
+from draftgraph.engine.program import Program
 from draftgraph.engine.protocol import PassResult, Ranking, Sampling, Segment, Warping
 from draftgraph.engine.selfcheck import engine_for
 from draftgraph.errors import DraftGraphError
@@ -155,10 +156,10 @@ class TestGrowth:
         given: dict[str, Any] = {"input_ids": [tokens_of(9).tolist()], "max_new_tokens": 20}
         expected = decoder.generate(**given).sequences.tolist()
 
-        def small(like: Any, capacity: int) -> Any:
+        def small(like: Any, capacity: int, dtype: Any) -> Any:
             if capacity > 1024 + PAGE:
                 raise torch.OutOfMemoryError
-            return PagedCache(like, capacity)
+            return PagedCache(like, capacity, dtype)
 
         monkeypatch.setattr(paged, "PagedCache", small)
         with pytest.raises(DraftGraphError, match="no memory for the keys and values of 2048 tokens"):
@@ -656,6 +657,18 @@ def planted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
         return views_of(replace(data, positions=places), window)
 
     monkeypatch.setattr(attention, "views_of", by_place)
+    compute = Program.__call__
+
+    def compiled_by_place(
+        self: Program, cache: Any, tokens: Any, positions: Any, slots: Any, data: attention.PagedPass, scored: int
+    ) -> Any:
+        places = np.concatenate([
+            length + np.arange(end - start)
+            for length, (start, end) in zip(data.lengths.tolist(), pairwise(data.starts.tolist()), strict=True)
+        ])  # fmt: skip
+        return compute(self, cache, tokens, places, slots, data, scored)
+
+    monkeypatch.setattr(Program, "__call__", compiled_by_place)
 
 
 def planted_slots(monkeypatch: pytest.MonkeyPatch) -> None:

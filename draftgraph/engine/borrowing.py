@@ -48,8 +48,13 @@ def adapters(model: Any) -> list[tuple[tuple[str, ...], bool]]:
 
 
 def fingerprint(model: Any) -> list[Any]:
-    """Where its weights lie: a recorded pass reads them there."""
-    return [adapters(model), *(weight.data_ptr() for weight in model.parameters())]
+    """Where its weights lie: a recorded pass reads them there. And whether modules are hooked: a compiled pass would
+    not call them."""
+    return [adapters(model), has_hooks(model), *(weight.data_ptr() for weight in model.parameters())]
+
+
+def has_hooks(model: Any) -> bool:
+    return any(map(private.is_hooked, model.modules()))
 
 
 class Borrowed:

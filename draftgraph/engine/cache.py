@@ -158,7 +158,8 @@ class PagedCache(Cache):
     """Keys and values of many sequences: slots of all layers in a few blocks that never move, so that a captured pass
     writes where its data says. A pass sets `slots` before it."""
 
-    def __init__(self, like: SlotCache, capacity: int) -> None:
+    def __init__(self, like: SlotCache, capacity: int, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: another than that of the keys and values which `like` holds."""
         self.capacity = capacity
         self.slots: Tensor = torch.empty(0, dtype=torch.long)
         self.blocks: dict[Shape, Tensor] = {}
@@ -167,9 +168,10 @@ class PagedCache(Cache):
         for states in (part for layer in written for part in layer):
             counts[shape_of(states)] = counts.get(shape_of(states), 0) + 1
         for shape, count in counts.items():
-            heads, size, dtype, device = shape
+            heads, size, held, device = shape
             # Written to, so that memory is short now or never.
-            self.blocks[shape] = torch.empty((count, heads, capacity, size), dtype=dtype, device=device).fill_(0.0)
+            block = torch.empty((count, heads, capacity, size), dtype=dtype or held, device=device)
+            self.blocks[shape] = block.fill_(0.0)
         free = {shape: iter(block[:, None]) for shape, block in self.blocks.items()}
         layers: list[Any] = [
             PagedLayer(self, *((next(free[shape_of(states)]) for states in layer) if layer else (None, None)))

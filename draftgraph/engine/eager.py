@@ -20,12 +20,13 @@ from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.protocol import PREFILL_CHUNK, PassResult, Segment
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.graph import Bools, Ints
+from draftgraph.kernels.packed import is_packed, still_torch
 
 
 class EagerEngine:
     """See `Engine`."""
 
-    asynchronous = captured = False
+    asynchronous = captured = compiled = False
     widths: tuple[int, ...] = ()
     slots = used = 0
 
@@ -36,6 +37,7 @@ class EagerEngine:
         self.most = None if self.switch is None else 1  # the model remembers the length of the text that it last saw
         self.config = model.config.get_text_config(decoder=True)
         self.linears = NarrowLinears(model, ("cpu",))
+        self.packed = is_packed(model)
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
@@ -167,7 +169,7 @@ class EagerContext:
                 offsets = positions[self.scratch :] - torch.arange(len(tokens), device=device)
         self._cache.offsets = offsets
         self._cache.rewind(length + self.scratch)  # drops what an interrupted pass may have left
-        with engine.linears.borrowed(len(tokens)):
+        with still_torch(engine.packed), engine.linears.borrowed(len(tokens)):
             logits = engine.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
         self.scratch += len(tokens)
         return logits  # type: ignore[no-any-return]

@@ -31,6 +31,7 @@ from draftgraph.engine.cache import PagedCache, SlotCache, bytes_per_slot
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
 from draftgraph.engine.pages import PAGE, OutOfPages, Pages, pages_for
 from draftgraph.engine.passes import Moves, PassData, PassShape, Piece, lay_out, next_pass, slots_of
+from draftgraph.engine.program import Program, program_of
 from draftgraph.engine.protocol import (
     KEPT,
     PREFILL_CHUNK,
@@ -48,6 +49,7 @@ from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.graph import WORD, Floats, Ints
 from draftgraph.kernels.attention import PagedPass
 from draftgraph.kernels.fused import MOVED_TOGETHER
+from draftgraph.kernels.packed import is_packed, still_torch
 from draftgraph.kernels.sampling import MOST_KEPT, sample
 from draftgraph.notices import notice
 
@@ -84,7 +86,10 @@ class PagedEngine:
     branching = True
     most: int | None = None
 
-    def __init__(self, model: Any, slots: int | None = None, captured: bool | None = None) -> None:
+    def __init__(
+        self, model: Any, slots: int | None = None, captured: bool | None = None, compiled: bool = True
+    ) -> None:
+        """`compiled`: on a CPU passes run without the model's modules, if these are of known parts."""
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
         self.model = model
@@ -100,6 +105,8 @@ class PagedEngine:
         grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
         # Our attention in place of the one that the user chose, and experts that can be captured.
         self._lent = {"_attn_implementation": NAME} | ({} if grouped else {"_experts_implementation": "batched_mm"})
+        self._compiles = compiled and not self.captured
+        self._program: Program | None = None
         self._borrow()
         self._samples = True  # unless there was no memory for it
         self._moves: dict[PagedContext, Moves] = {}  # of accepted nodes, left to the next pass
@@ -107,13 +114,23 @@ class PagedEngine:
         self._last: Recorded | None = None
         self._graphs = graph_memory(self.device)
         self._like, self.columns = probed(model)  # columns: tokens that the model tells apart
-        self.cache = PagedCache(self._like, self.slots + PAGE)  # the last page is nobody's
+        self.cache = self._new_cache(self.slots)
 
     def _borrow(self) -> None:
-        """What is changed in the model during a pass."""
+        """How the model's passes are run: by a compiled program, or by its modules, with what is changed in them."""
+        self._program = program_of(self.model) if self._compiles else None
+        self._packed = is_packed(self.model)
         self._linears = NarrowLinears(self.model)
         self._fusions = Fusions(self.model)
         self._state = fingerprint(self.model)
+
+    def _new_cache(self, slots: int) -> PagedCache:
+        """The last page is nobody's."""
+        return PagedCache(self._like, slots + PAGE, None if self._program is None else self._program.dtype)
+
+    @property
+    def compiled(self) -> bool:
+        return self._program is not None
 
     @property
     def device(self) -> torch.device:
@@ -145,6 +162,7 @@ class PagedEngine:
             self._forget_passes()
             self.pages.forget_texts()
             self._borrow()
+            self.cache = self._new_cache(self.slots)
 
     def wait(self) -> None:
         if self._last is not None:
@@ -263,6 +281,11 @@ class PagedEngine:
             data.arrive()
             if self.captured:
                 self.cache.move(*data.moves)
+            if self._program is not None:
+                host = data.host
+                return self._program(
+                    self.cache, host["tokens"], host["positions"], host["slots"], data.paged, shape.scored
+                )
             logits = self.forward(data.tokens, data.positions, data.slots, data.paged, kept)
             if ranking is not None and shape.scored:
                 ranking.copy_(ranked(logits), non_blocking=True)
@@ -295,9 +318,12 @@ class PagedEngine:
     ) -> Tensor:
         """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured. `kept`:
         of these nodes alone."""
+        if self._program is not None and kept is None:
+            told = tokens[0].numpy(), positions[0].numpy(), slots.numpy()
+            return self._program(self.cache, *told, data, tokens.shape[1])
         self.cache.slots = slots
         attention = borrowed_attention(self.model, self._configs, self._lent)
-        with self._fusions.borrowed(), attention, self._linears.borrowed(tokens.shape[1]):
+        with still_torch(self._packed), self._fusions.borrowed(), attention, self._linears.borrowed(tokens.shape[1]):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -312,6 +338,8 @@ class PagedEngine:
 
     def move(self, context: PagedContext, sources: Ints, targets: Ints) -> None:
         """Accepted nodes to their places; a captured engine leaves it to the next pass, which is launched anyway."""
+        if self._program is not None:
+            return self._program.move(self.cache, sources, targets)
         if not self.captured:
             return self.cache.move(torch.from_numpy(sources), torch.from_numpy(targets))
         if len(sources) <= MOVED_TOGETHER and context not in self._moves:
@@ -351,7 +379,7 @@ class PagedEngine:
         self._forget_passes()
         slots, larger = self.slots, PAGE * max(pages, 2 * self.pages.count)
         try:
-            cache = PagedCache(self._like, larger + PAGE)
+            cache = self._new_cache(larger)
         except RuntimeError as error:
             raise DraftGraphError(
                 f"{self.device} has no memory for the keys and values of {larger} tokens: ask for fewer, or load the "

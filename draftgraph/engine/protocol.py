@@ -227,6 +227,10 @@ class Engine(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def compiled(self) -> bool:
+        """Whether passes are compiled functions, which threads of our own run on a CPU."""
+
+    @property
     def slots(self) -> int:
         """Tokens that there is room for; 0: no bound is known."""
 

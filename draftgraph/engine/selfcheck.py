@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from draftgraph import private
-from draftgraph.engine.borrowing import Loan, adapters, configs_of, evaluating, pass_lock, unwrapped
+from draftgraph.compiled import folder as compiled_folder
+from draftgraph.engine.borrowing import Loan, adapters, configs_of, evaluating, has_hooks, pass_lock, unwrapped
 from draftgraph.engine.eager import EagerContext, EagerEngine
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Engine, Segment
 from draftgraph.errors import UnsupportedModelError, UsageError, one_line
+from draftgraph.files import PACKED, replacing
 from draftgraph.graph import Bools, Ints
+from draftgraph.hardware import digest, processor
 from draftgraph.kernels.linear import file_of
+from draftgraph.kernels.packed import is_packed, still_torch
 from draftgraph.notices import notice
 
 TEXT_LENGTH = 5
@@ -50,16 +57,44 @@ def engine_for(model: Any, slots: int | None = None) -> Engine:
     key = repr((private.attention_of(unwrapped(model).config), adapters(model), kind))
     known = _verdicts.get(model)
     if known is None or known[0] != key:
-        with short_windows(model):
-            known = key, _abilities(model, kind)
+        known = key, kept_verdict(model, key) or _checked(model, kind)
         if known[1]["lasting"]:
             _verdicts[model] = known
+            keep_verdict(model, *known)
     abilities = known[1]
     if abilities["paged"]:
-        return PagedEngine(model, slots, captured_on(model, kind))
+        return PagedEngine(model, slots, captured_on(model, kind), abilities["compiled"])
     if slots is not None:
         notice(f"{type(unwrapped(model)).__name__} reads one text at a time, and slower: {abilities['problem']}")
     return EagerEngine(model, abilities["branching"], abilities["offsets"])
+
+
+def _checked(model: Any, kind: str | None) -> dict[str, Any]:
+    with short_windows(model):
+        return _abilities(model, kind)
+
+
+def verdict_file(model: Any, key: str) -> Path | None:
+    """Of a model in a folder that we made of a file. What a check finds depends on its configuration and on this
+    software, not on its weights."""
+    folder = Path(str(getattr(unwrapped(model).config, "name_or_path", "") or "."))
+    if not (folder / PACKED).is_file() or has_hooks(model):
+        return None
+    software = [torch.__version__, transformers.__version__, compiled_folder().name, processor()]
+    return folder / f"checked-{digest([key, *software])}.json"
+
+
+def kept_verdict(model: Any, key: str) -> dict[str, Any] | None:
+    file = verdict_file(model, key)
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text()) if file is not None else None
+    return None
+
+
+def keep_verdict(model: Any, key: str, abilities: dict[str, Any]) -> None:
+    if (file := verdict_file(model, key)) is not None:
+        with suppress(OSError), replacing(file) as partial_file:  # only time is lost
+            partial_file.write_text(json.dumps(abilities))
 
 
 def asked_engine() -> str | None:
@@ -74,8 +109,8 @@ def captured_on(model: Any, kind: str | None) -> bool:
     return kind == "static" or bool(model.get_input_embeddings().weight.is_cuda)
 
 
-def _paged_problem(model: Any, kind: str | None) -> str | None:
-    """What keeps a model from paged passes, or None."""
+def _paged_problem(model: Any, kind: str | None, compiled: bool = True) -> str | None:
+    """What keeps a model from paged passes, or None. `compiled`: on a CPU without its modules, where that can be."""
     if kind == "eager":
         return "plain passes were asked for"
     if len({weight.device for weight in model.parameters()}) > 1:
@@ -83,7 +118,7 @@ def _paged_problem(model: Any, kind: str | None) -> str | None:
     device, captured = model.get_input_embeddings().weight.device, captured_on(model, kind)
     if device.type == "cuda" and not file_of(device).exists():
         notice("compiling kernels for this GPU and choosing the quickest, once (up to a minute)")
-    problem = problem_of(partial(tree_difference, model, PARENTS, partial(Crowd, captured), MORE))
+    problem = problem_of(partial(tree_difference, model, PARENTS, partial(Crowd, captured, compiled), MORE))
     if device.type == "cuda":
         gc.collect()  # recorded passes and who recorded them hold each other
         torch.cuda.empty_cache()
@@ -95,8 +130,8 @@ def _paged_problem(model: Any, kind: str | None) -> str | None:
 class Crowd:
     """For the check: a sequence whose pages do not lie in a row, and in every pass another one goes before it."""
 
-    def __init__(self, captured: bool, model: Any) -> None:
-        self.engine = PagedEngine(model, CHECKED, captured)
+    def __init__(self, captured: bool, compiled: bool, model: Any) -> None:
+        self.engine = PagedEngine(model, CHECKED, captured, compiled)
         self.other, self.context = self.engine.open(), self.engine.open()
         for length in range(PAGE, MORE + 2 * PAGE, PAGE):
             self.other.reserve(length)
@@ -144,10 +179,13 @@ def _abilities(model: Any, kind: str | None) -> dict[str, Any]:
     name = type(unwrapped(model)).__name__
     if problem := problem_of(partial(_cached_difference, model)):
         raise UnsupportedModelError(f"{name} cannot be decoded token by token: {problem}")
-    problem = _paged_problem(model, kind)
-    lasting = not isinstance(problem, ShortOfMemory)
-    if problem is None:
-        return {"paged": True, "lasting": True}
+    for compiled in (True, False):
+        problem = _paged_problem(model, kind, compiled)
+        lasting = not isinstance(problem, ShortOfMemory)
+        if problem is None:
+            return {"paged": True, "compiled": compiled, "lasting": True}
+        if kind == "eager" or captured_on(model, kind):
+            break
     plain = {"paged": False, "problem": problem}
     for offsets in (True, False):
         tree_problem = problem_of(partial(tree_difference, model, PARENTS, partial(plain_context, offsets=offsets)))
@@ -191,7 +229,7 @@ def tree_difference(model: Any, parents: Any, engine_of: Callable[[Any], Scorer]
     """What goes wrong with a tree of these parents behind a short text, or one of so many tokens more, or None. In half
     precision a text may be on edge: what goes wrong does so with any."""
     problem = None
-    for attempt in range(1 if precise(model.dtype) else ATTEMPTS):
+    for attempt in range(1 if precise(precision(model)) else ATTEMPTS):
         if (problem := _tree_difference(model, parents, engine_of, more, attempt)) is None:
             break
     return problem
@@ -211,10 +249,10 @@ def _tree_difference(
             engine.forward(tokens[first:], depths[first:], visible[first:]),
         ]
     plain = _plain_logits(model, text, tokens, visible)
-    noise = 0.0
-    if not precise(model.dtype):
-        noise = off_by(_plain_logits(model, text, tokens, visible, cached=True), plain, model.dtype)
-    return _difference(torch.cat(scored), plain, model.dtype, "a token tree", noise)
+    noise, dtype = 0.0, precision(model)
+    if not precise(dtype):
+        noise = off_by(_plain_logits(model, text, tokens, visible, cached=True), plain, dtype)
+    return _difference(torch.cat(scored), plain, dtype, "a token tree", noise)
 
 
 def _cached_difference(model: Any) -> str | None:
@@ -229,7 +267,7 @@ def _cached_difference(model: Any) -> str | None:
         for start, token in enumerate(tokens.tolist(), start=len(text)):
             steps.append(_plain_pass(model, [token], start, use_cache=True, past_key_values=cache).logits[0, -1])
     return _difference(
-        torch.stack(steps), _plain_logits(model, text, tokens, chain), model.dtype, "its own cached passes"
+        torch.stack(steps), _plain_logits(model, text, tokens, chain), precision(model), "its own cached passes"
     )
 
 
@@ -240,6 +278,11 @@ def _difference(scored: Tensor, plain: Tensor, dtype: torch.dtype, what: str, no
         return f"{len(plain)} tokens give {len(scored)} rows of logits"
     off, tolerance = off_by(scored, plain, dtype), max(TOLERANCE.get(dtype, 1e-1), NOISE * noise)
     return None if off <= tolerance else f"logits of {what} are {off:.1e} off those of plain passes"
+
+
+def precision(model: Any) -> torch.dtype:
+    """In which numbers its products are rounded: rows are in 8 bits where weights are packed, about as bfloat16 is."""
+    return torch.bfloat16 if is_packed(model) else model.dtype
 
 
 def precise(dtype: torch.dtype) -> bool:
@@ -275,7 +318,8 @@ def _plain_pass(model: Any, tokens: list[int], start: int = 0, **arguments: Any)
     device = model.get_input_embeddings().weight.device
     if "position_ids" in inspect.signature(unwrapped(model).forward).parameters:
         arguments["position_ids"] = torch.arange(start, start + len(tokens), device=device)[None]
-    return model(input_ids=torch.tensor([tokens], device=device), return_dict=True, **arguments)
+    with still_torch(is_packed(model)):
+        return model(input_ids=torch.tensor([tokens], device=device), return_dict=True, **arguments)
 
 
 @contextmanager

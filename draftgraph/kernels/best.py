@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf, log
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.compiled import compiled
 from draftgraph.kernels.triton_or_stub import available, tl, triton
+from draftgraph.kernels.vectors import LANES, everywhere, exp, load, load_number, total
 
 PART = 2048  # columns that one program searches
 
@@ -13,6 +19,9 @@ PART = 2048  # columns that one program searches
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Columns and log-probabilities of the k best of each row, best first. # [rows, k] int64, [rows, k] float32"""
     k = min(k, logits.shape[-1])
+    in_rows = logits.dtype == torch.float32 and logits.stride(1) == 1
+    if logits.device.type == "cpu" and in_rows and not torch.compiler.is_compiling():
+        return best_tokens_compiled(logits, k)
     return best_tokens_triton(logits, k) if logits.is_cuda and available else best_tokens_reference(logits, k)
 
 
@@ -28,6 +37,39 @@ def best_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def best_tokens_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best = torch.topk(torch.log_softmax(logits.float(), dim=-1), k)
     return best.indices, best.values
+
+
+def best_tokens_compiled(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    tokens, chances = torch.empty((len(logits), k), dtype=torch.long), torch.empty((len(logits), k))
+    _best_compiled(logits.data_ptr(), 4 * logits.stride(0), logits.shape[1], tokens.numpy(), chances.numpy())
+    return tokens, chances
+
+
+@compiled
+def _best_compiled(logits: int, row_bytes: int, columns: int, tokens: Any, chances: Any) -> None:
+    k, whole = tokens.shape[1], columns // LANES * LANES
+    for row in range(len(tokens)):
+        place = logits + row * row_bytes
+        count, least = 0, -inf
+        for column in range(columns):
+            value = load_number(place + 4 * column)
+            if value > least or count < k:
+                at = min(count, k - 1)
+                while at > 0 and chances[row, at - 1] < value:
+                    tokens[row, at], chances[row, at] = tokens[row, at - 1], chances[row, at - 1]
+                    at -= 1
+                tokens[row, at], chances[row, at] = column, value
+                count = min(count + 1, k)
+                least = chances[row, k - 1] if count == k else -inf
+        highest, sums = everywhere(chances[row, 0]), everywhere(np.float32(0.0))
+        for column in range(0, whole, LANES):
+            sums = sums + exp(load(place + 4 * column) - highest)
+        mass = np.float64(total(sums))
+        for column in range(whole, columns):
+            mass += np.exp(np.float64(load_number(place + 4 * column) - chances[row, 0]))
+        best = np.float64(chances[row, 0])
+        for rank in range(k):
+            chances[row, rank] = chances[row, rank] - best - log(mass)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import exp, inf, log, log1p
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.graph import WORD
+from draftgraph.compiled import compiled
+from draftgraph.graph import WORD, Floats, Ints
 from draftgraph.kernels.attention import PAGE_SIZE, PagedPass
 from draftgraph.kernels.triton_or_stub import available, tl, triton
 
@@ -94,6 +99,15 @@ class Growth:
     def sequences(self) -> int:
         return len(self.length)
 
+    @property
+    def arrays(self) -> Any:
+        """All tensors as compiled functions take them, on a CPU."""
+        held = vars(self).get("_arrays")
+        if held is None or held.tokens.ctypes.data != self.tokens.data_ptr():  # or those of what this is a copy of
+            tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+            held = vars(self)["_arrays"] = SimpleNamespace(**{name: one.numpy() for name, one in tensors.items()})
+        return held
+
     def begin(self, length: Tensor) -> None:
         """Behind texts of these lengths: nothing is open, and the places of expanded nodes are found. # [sequences]"""
         self.open.fill_(-torch.inf)
@@ -112,7 +126,9 @@ class Growth:
 
 def choose(growth: Growth, level: int, readable: int) -> None:
     """Takes the likeliest open nodes, and prepares their pass; tokens from `readable` on are read as the one before."""
-    step = choose_triton if growth.tokens.is_cuda and available else choose_reference
+    if growth.tokens.device.type == "cpu":
+        return choose_compiled(growth, level, readable)
+    step = choose_triton if available else choose_reference
     step(growth, level, readable)
 
 
@@ -143,6 +159,46 @@ def choose_reference(growth: Growth, level: int, readable: int) -> None:
     first = torch.zeros_like(seen[0])
     first[:, 0] = 1  # a node must see something that is there
     growth.ancestors.copy_(seen.where(counts[..., None], first).flatten(0, 1))
+
+
+def choose_compiled(growth: Growth, level: int, readable: int) -> None:
+    one = growth.arrays
+    _choose_compiled(
+        one.tokens, one.open, one.parents, one.expanded, one.bits, one.depths, one.slots, one.positions, one.length,
+        one.next_tokens[0], one.next_positions[0], one.next_slots, one.next_scores, one.lengths, one.ancestors,
+        one.levels, level, growth.width, readable,
+    )  # fmt: skip
+
+
+@compiled
+def _choose_compiled(
+    tokens: Ints, scores: Any, parents: Ints, expanded: Ints, bits: Ints, depths: Ints, slots: Ints, positions: Ints,
+    length: Ints, next_tokens: Ints, next_positions: Ints, next_slots: Ints, next_scores: Any, lengths: Any,
+    ancestors: Ints, levels: Ints, level: int, width: int, readable: int,
+) -> None:  # fmt: skip
+    words = bits.shape[2]
+    for text in range(len(length)):
+        counts = level < levels[text] - 1
+        lengths[text] = length[text] if counts else 0
+        for rank in range(width):
+            row, slot, chosen, best = text * width + rank, level * width + rank, 0, -inf
+            if counts:
+                for node in range(tokens.shape[1]):
+                    if scores[text, node] > best:
+                        chosen, best = node, scores[text, node]
+            scores[text, chosen] = -inf
+            expanded[text, slot] = chosen if best > -inf else -1
+            above = parents[text, chosen]
+            depths[text, 1 + slot] = depths[text, above] + 1
+            for word in range(words):
+                seen = bits[text, above, word]
+                if word == slot // WORD:
+                    seen |= np.int64(1) << np.int64(slot % WORD)
+                bits[text, 1 + slot, word] = seen
+                ancestors[row, word] = seen if counts else np.int64(word == 0)  # it must see something that is there
+            positions[text, slot] = length[text] - 1 + depths[text, 1 + slot]
+            next_positions[row], next_slots[row] = positions[text, slot], slots[text, slot]
+            next_tokens[row], next_scores[row] = min(tokens[text, chosen], readable - 1), best
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -206,7 +262,9 @@ def choose_triton(growth: Growth, level: int, readable: int) -> None:
 def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor) -> None:
     """Children [rows, k] of the expansions from `first` on, whose own paths have these scores. Behind an end comes
     nothing."""
-    step = note_triton if growth.tokens.is_cuda and available else note_reference
+    if growth.tokens.device.type == "cpu":
+        return note_compiled(growth, first, scores, tokens, chances)
+    step = note_triton if available else note_reference
     step(growth, first, scores, tokens, chances)
 
 
@@ -233,6 +291,37 @@ def corrected(growth: Growth, chances: Tensor) -> Tensor:
     other, best = own.split(1, dim=1)
     odds = torch.cat([best, other.expand(-1, growth.k - 1)], dim=1)
     return chances + odds.log() - (chances.exp() * (odds - 1)).log1p()
+
+
+def note_compiled(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor) -> None:
+    one = growth.arrays
+    _note_compiled(
+        one.tokens, one.open, one.parents, one.expanded, one.report, one.odds, one.ends, scores.numpy(),
+        tokens.numpy(), chances.numpy(), first,
+    )  # fmt: skip
+
+
+@compiled
+def _note_compiled(
+    tokens: Ints, open_scores: Any, parents: Ints, expanded: Ints, report: Floats, odds: Floats, ends: Ints,
+    paths: Any, proposed: Ints, chances: Any, first: int,
+) -> None:  # fmt: skip
+    texts, k = len(tokens), proposed.shape[1]
+    rows = len(proposed) // texts
+    for text in range(texts):
+        for row in range(rows):
+            given, expansion = text * rows + row, first + row
+            report[expansion, text, 2 * k] = expanded[text, expansion - 1] if expansion else -1
+            for rank in range(k):
+                node, chance = expansion * k + rank, chances[given, rank]
+                own = odds[text, 1 if rank == 0 else 0]
+                score = paths[given] + chance + log(own) - log1p(exp(chance) * (own - 1.0))
+                for end in ends[text]:
+                    if proposed[given, rank] == end:
+                        score = -inf
+                tokens[text, node], open_scores[text, node] = proposed[given, rank], score
+                parents[text, node] = expansion
+                report[expansion, text, rank], report[expansion, text, k + rank] = proposed[given, rank], chance
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -33,6 +33,7 @@ from draftgraph.notices import notice
 from draftgraph.proposers.draft_model import DraftVocabulary
 
 WIDTH = 8  # nodes that a level expands
+NARROW = 4  # the same on a CPU, where every node has its price
 NEW_TOKENS = 32  # of one sequence, read at the root's level; more are read before
 USUAL = 4  # new tokens of a sequence, on average
 NARROWEST = 16  # nodes of a reading pass
@@ -140,7 +141,7 @@ class Program:
     def prepare(self, new: int) -> Captured:
         """Records what is missing for so many new tokens."""
         self.wait()
-        width = max(self.usual[0], 1 << (new - 1).bit_length())
+        width = new if self.draft.exact else max(self.usual[0], 1 << (new - 1).bit_length())
         if width not in self._readings:
             self.data.fill([], width)  # recording must not touch a text
             self._readings[width] = self._reading(width)
@@ -217,6 +218,7 @@ class DeviceDrafts:
         self.columns = vocabulary.columns(engine.device)
         self.k = min(k, len(self.columns))
         self.pages = PAGES
+        self.exact = not engine.captured  # runs are as wide as they need to be, else of a few widths
         self.graphs = graph_memory(engine.device)
         self.fed: list[int] = []  # nodes, level by level of the last run
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -234,6 +236,8 @@ class DeviceDrafts:
 
     def prepare(self, sequences: int) -> None:
         """Records what so many sequences need, or fewer: else the first of them wait for it."""
+        if self.exact:
+            return
         for most, sampled in product(up_to(SEQUENCES, sequences), (False, True)):
             program = self._program(most, sampled)
             for new in program.usual:
@@ -284,7 +288,7 @@ class DeviceDrafts:
         if self._recorded_with != state:  # recorded programs write into a pool that is gone, or read other weights
             self._forget()
             self._recorded_with = state
-        key = at_least(SEQUENCES, sequences), sampled
+        key = sequences if self.exact else at_least(SEQUENCES, sequences), sampled
         if key not in self._programs:
             self._programs[key] = Program(self, *key)
         return self._programs[key]
