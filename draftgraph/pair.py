@@ -191,6 +191,7 @@ def load(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
     device_map: Any = None,
+    quantize: str | None = None,
     **model_kwargs: Any,
 ) -> Pair:
     """Loads a target and its draft: hub names, folders, GGUF files or modules; without arguments, the default model.
@@ -199,6 +200,7 @@ def load(
     leaves it out, and `draft="self"` lets the target draft for itself: slow, but good for looking at graphs.
     """
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "device_map": device_map}
+    options["quantize"] = quantize
     target_model, tokenizer = load_model(
         target, role="target", revision=revision, quantization_config=quantization_config, **options, **model_kwargs
     )

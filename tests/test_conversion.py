@@ -48,7 +48,7 @@ def kept(written_gguf, written_conversion, cache):
 
 
 def test_a_converted_gguf_gives_the_logits_of_the_file(written_gguf, cache):
-    model, tokenizer = load_model(written_gguf, device="cpu")
+    model, tokenizer = load_model(written_gguf, device="cpu", dtype="float32")
     direct = AutoModelForCausalLM.from_pretrained(written_gguf.parent, gguf_file=written_gguf.name, dtype=torch.float32)
     assert torch.equal(logits(model), logits(direct))
     assert model.generation_config.eos_token_id == [0, 2]  # the file's eos, and the end of turn in its template
@@ -60,11 +60,11 @@ def test_a_converted_gguf_gives_the_logits_of_the_file(written_gguf, cache):
 def test_a_tokenizer_that_lies_beside_a_gguf_is_not_taken_for_its_own(written_gguf, tmp_path):
     tokenizer_over(["<unk>", "word"]).save_pretrained(tmp_path)
     path = Path(shutil.copy(written_gguf, tmp_path))
-    assert len(load_model(path, device="cpu")[1]) == len(byte_level_tokens())
+    assert len(load_model(path, device="cpu", dtype="float32")[1]) == len(byte_level_tokens())
 
 
 def test_digits_are_split_off_before_spaces_are_joined(kept, written_gguf):
-    tokenizer = load_model(written_gguf, device="cpu")[1]
+    tokenizer = load_model(written_gguf, device="cpu", dtype="float32")[1]
     assert tokenizer.tokenize("\n\n1  2") == ["ĊĊ", "1", "ĠĠ", "2"]
     assert tokenizer.decode(tokenizer.encode("a , b . é")) == "a , b . é"
 
@@ -72,7 +72,7 @@ def test_digits_are_split_off_before_spaces_are_joined(kept, written_gguf):
 def test_a_16_bit_gguf_is_kept_in_16_bits_and_loses_nothing(tmp_path):
     path = tmp_path / "half.gguf"
     write_gguf(path, kind=gguf.GGMLQuantizationType.F16)
-    model, _ = load_model(path, device="cpu")
+    model, _ = load_model(path, device="cpu", dtype="float32")
     direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     assert model.dtype == torch.float32 and torch.equal(logits(model), logits(direct))
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -81,16 +81,16 @@ def test_a_16_bit_gguf_is_kept_in_16_bits_and_loses_nothing(tmp_path):
 
 def test_a_second_start_reads_the_cached_copy(kept, written_gguf, monkeypatch, capsys):
     monkeypatch.setattr(gguf_file, "convert", None)
-    load_model(written_gguf, device="cpu")
-    load_model(written_gguf.parent, device="cpu")  # a folder with nothing but one GGUF file
+    load_model(written_gguf, device="cpu", dtype="float32")
+    load_model(written_gguf.parent, device="cpu", dtype="float32")  # a folder with nothing but one GGUF file
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_changed_gguf_is_converted_anew(kept, written_gguf, tmp_path):
     path = Path(shutil.copy(written_gguf, tmp_path))
-    before = logits(load_model(path, device="cpu")[0])
+    before = logits(load_model(path, device="cpu", dtype="float32")[0])
     write_gguf(path, seed=1)
-    assert not torch.equal(before, logits(load_model(path, device="cpu")[0]))
+    assert not torch.equal(before, logits(load_model(path, device="cpu", dtype="float32")[0]))
 
 
 def damage(folder, how):
@@ -128,10 +128,10 @@ def damage(folder, how):
 def test_a_damaged_copy_is_noticed_and_made_again(written_gguf, how, capsys, monkeypatch):
     monkeypatch.setattr(gguf_file, "HASHED_BELOW", 64 << 10)  # so that the weights count as large, as real ones are
     kept = gguf_file.converted_folder(written_gguf)
-    whole = logits(load_model(written_gguf, device="cpu")[0])
+    whole = logits(load_model(written_gguf, device="cpu", dtype="float32")[0])
     capsys.readouterr()
     damage(kept, how)
-    assert torch.equal(whole, logits(load_model(written_gguf, device="cpu")[0]))
+    assert torch.equal(whole, logits(load_model(written_gguf, device="cpu", dtype="float32")[0]))
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be used" in line and "converting it again" in line
     assert gguf_file.fault_of(kept) is None
@@ -148,7 +148,7 @@ def midway(*arguments):
         time.sleep(0.05)
     write_manifest(*arguments)
 gguf_file.write_manifest = midway
-load_model(sys.argv[1], device="cpu")
+load_model(sys.argv[1], device="cpu", dtype="float32")
 print("loaded")
 """
 
@@ -159,7 +159,7 @@ def test_a_conversion_killed_midway_is_done_again_by_the_next(written_gguf, cach
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     (left,) = (cache / "converted").glob("*.partial")
-    model, tokenizer = load_model(written_gguf, device="cpu")
+    model, tokenizer = load_model(written_gguf, device="cpu", dtype="float32")
     assert model.dtype == torch.float32 and tokenizer is not None
     assert not left.exists()
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -183,7 +183,7 @@ def test_an_unreadable_gguf_is_said(written_gguf, tmp_path, cache, content):
     path = tmp_path / "bad.gguf"
     path.write_bytes(written_gguf.read_bytes()[:-150_000] if content == "half" else content)
     with pytest.raises(LoadError, match=r"bad\.gguf") as error:
-        load_model(path, device="cpu")
+        load_model(path, device="cpu", dtype="float32")
     assert "GGUF" in one_line_of(error)
     assert not list(cache.glob("converted/[!.]*")) and not list(cache.glob("converted/*.partial"))
 
@@ -192,7 +192,7 @@ def test_a_gguf_that_lacks_weights_is_refused(written_gguf, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(written_gguf.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
     with pytest.raises(LoadError, match=r"lacks 1 weight of its model, model\.layers\.1\.mlp\.up_proj"):
-        load_model(path, device="cpu")
+        load_model(path, device="cpu", dtype="float32")
 
 
 @pytest.mark.parametrize("where", ["before", "weights", "tokenizer"])
@@ -209,7 +209,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(written_gguf, cache, monkeypatch
     else:
         monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
     with pytest.raises(LoadError, match="the disk is full") as error:
-        load_model(written_gguf, device="cpu")
+        load_model(written_gguf, device="cpu", dtype="float32")
     assert "DRAFTGRAPH_CACHE" in one_line_of(error)
     assert [path for path in (cache / "converted").iterdir() if path.suffix != ".lock"] == []
 
@@ -219,7 +219,7 @@ def test_a_cache_that_cannot_be_made_is_said(written_gguf, tmp_path, monkeypatch
     (tmp_path / "file").touch()
     monkeypatch.setenv("DRAFTGRAPH_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(LoadError, match="cannot write to the cache folder") as error:
-        load_model(written_gguf, device="cpu")
+        load_model(written_gguf, device="cpu", dtype="float32")
     one_line_of(error)
 
 

@@ -355,7 +355,7 @@ def test_on_cuda_the_large_model_takes_the_memory_of_its_weights_alone() -> None
 
 @pytest.mark.model
 def test_the_default_model_says_the_same_inside_a_larger_shape(default_model_file: Any) -> None:
-    small, tokenizer = load_model(None, device="cpu")
+    small, tokenizer = load_model(None, device="cpu", dtype="float32")
     large = draftgraph.bench.inflate(small, Shape(1024, 1600, 34, 16, 4, head_dim=128))
     question = [{"role": "user", "content": "Why is the sky blue?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)

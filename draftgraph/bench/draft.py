@@ -17,6 +17,7 @@ from draftgraph.bench.reporting import Table
 from draftgraph.bench.speed import name_of, refuse_unreadable
 from draftgraph.bench.structures import STRUCTURES
 from draftgraph.config import GraphConfig
+from draftgraph.kernels.packed import number_format
 from draftgraph.notices import progress_bar
 from draftgraph.pair import Pair
 from draftgraph.stats import Stats
@@ -198,7 +199,7 @@ def bench_draft(
         "prompts": sum(len(prompts) for prompts in tasks.values()),
         "max_new_tokens": max_new_tokens,
         "seed": seed,
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": number_format(pair.target),
         "device": str(pair.decoder.engines.target.device),
     }
     return DraftReport(name_of(pair.target), name_of(pair.draft), settings, dict(structures), rows)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from draftgraph import private
 from draftgraph.engine.borrowing import adapters, unwrapped
 from draftgraph.errors import UsageError
-from draftgraph.models.draft import is_plain, spread
+from draftgraph.models.draft import is_packed, is_plain, spread
 from draftgraph.notices import progress_bar
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ def check_family(model: Any) -> None:
     if any(name.endswith(".bias") for name, _ in model.named_parameters()):
         raise UsageError("the model has biases, which Llama 2 has not: give one without")
     weights = list(model.parameters())
-    if not all(is_plain(weight) and not weight.is_meta for weight in weights) or len({w.device for w in weights}) > 1:
+    readable = all((is_plain(weight) or is_packed(weight)) and not weight.is_meta for weight in weights)
+    if not readable or len({weight.device for weight in weights}) > 1:
         raise UsageError("the model's weights are quantised, offloaded or on several devices: load it without that")
     if model.lm_head.weight.shape[0] != model.config.vocab_size:
         raise UsageError("the model writes only some of its tokens: give one with a full output matrix")

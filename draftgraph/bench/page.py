@@ -294,7 +294,7 @@ def exactness(report: SpeedReport) -> Section:
     if any(mode.rescored for mode in report.modes):
         tables.append(speed_report.rescored_table(report))
     same = explained("Is the output the same?", tables=tables)
-    if report.configuration.get("dtype") == "float32":
+    if report.configuration.get("dtype") in speed_report.EXACT:
         return same
     return replace(same, text=f"{same.text} {reporting.TEXTS['page']['half_precision']}")
 

@@ -28,6 +28,7 @@ from draftgraph.errors import UsageError
 from draftgraph.files import claimed, held_alone
 from draftgraph.generation import context_window
 from draftgraph.hardware import device_name
+from draftgraph.kernels.packed import number_format
 from draftgraph.models.draft import is_plain
 from draftgraph.notices import notice, progress_bar
 from draftgraph.pair import Pair
@@ -209,7 +210,7 @@ def surroundings(pair: Pair) -> Record:
     engine = pair.decoder.engines.target
     return {
         "device": device_name(engine.device),
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": number_format(pair.target),
         "threads": torch.get_num_threads(),
         "engine": type(engine).__name__,
         "draftgraph": __version__,

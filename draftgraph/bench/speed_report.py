@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from draftgraph.bench.page import Part
 
 ALL = "all"
+EXACT = ("float32", "int8", "int4")  # number formats in which all answers must be those of plain decoding
 RESAMPLES = 10_000
 FEWER_RESAMPLES = 1_000  # where every prompt of every cell has its own
 PERCENTILES = (2.5, 97.5)
@@ -467,7 +468,7 @@ def generation_errors(report: SpeedReport) -> Diagnosis:
         return Diagnosis(name, "good", f"None: {parted}; {rule}.")
     if same + ties == answers and not verdicts:
         return Diagnosis(name, "good", f"None known: {parted}, where rounding decides.")
-    wrong: Verdict = "wrong" if verdicts or report.configuration.get("dtype") == "float32" else "look"
+    wrong: Verdict = "wrong" if verdicts or report.configuration.get("dtype") in EXACT else "look"
     advice = "the masks of tree attention may be wrong; check them with draftgraph doctor"
     return Diagnosis(name, wrong, f"{parted}: {advice}.")
 

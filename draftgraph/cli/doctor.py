@@ -187,6 +187,7 @@ def tiny_pair() -> tuple[Any, Any, Any]:
 def model_check(settings: Settings) -> str:
     """The check that a model passes before it is trusted with a graph."""
     from draftgraph.engine.selfcheck import engine_for
+    from draftgraph.kernels.packed import number_format
     from draftgraph.pair import load
 
     pair = load(**settings.model_arguments())
@@ -194,5 +195,5 @@ def model_check(settings: Settings) -> str:
     for role, model in (("target", pair.target), ("draft", pair.draft)):
         if model is not None:
             able = "token trees" if engine_for(model).branching else "chains only"
-            said.append(f"{role} {type(model).__name__}, {model.dtype} on {model.device}: {able}")
-    return "; ".join(said).replace("torch.", "")
+            said.append(f"{role} {type(model).__name__}, {number_format(model)} on {model.device}: {able}")
+    return "; ".join(said)

@@ -25,7 +25,7 @@ from draftgraph.profile import read_profile
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 ALLOWED: dict[str, Iterable[str]] = {**CHOICES, "cost": PRICES}
-MODELS = ("target", "draft", "device", "dtype")  # common options that most commands take
+MODELS = ("target", "draft", "device", "dtype", "quantize")  # common options that most commands take
 REPORTS = ("json", "config", "debug")
 TEXTS: dict[str, dict[str, Any]] = {  # of options, by command
     command: {name: text | {"rich_help_panel": panel} for panel in panels for name, text in panels[panel].items()}
@@ -90,6 +90,7 @@ class Settings:
     draft: str | None = None
     device: str | None = None
     dtype: str | None = None
+    quantize: str | None = None
 
     mode: str | None = None
     k: int | None = None

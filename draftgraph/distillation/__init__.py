@@ -15,6 +15,7 @@ from draftgraph.distillation.recipe import Recipe
 from draftgraph.errors import UsageError
 from draftgraph.files import LOCK, cache_dir, claimed, held_alone
 from draftgraph.models import load_model
+from draftgraph.models.load import choose_device
 
 __all__ = ["Distilled", "Recipe", "distill"]
 
@@ -67,6 +68,8 @@ def distill(
         try:
             from draftgraph.distillation.making import make_draft
 
+            if dtype is None and choose_device(device).type == "cpu":
+                dtype = "float32"  # a student starts from plain weights
             model, tokenizer = load_model(target, device=device, dtype=dtype, **(model_kwargs or {}))
             if tokenizer is None:
                 raise UsageError("the target has no tokenizer: save it beside the model")

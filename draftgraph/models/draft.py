@@ -14,7 +14,10 @@ from draftgraph import private
 from draftgraph.engine.borrowing import adapters, unwrapped
 from draftgraph.errors import LoadError, UsageError, one_line
 from draftgraph.files import ANOTHER_OUT, replacing, writing
+from draftgraph.kernels.packed import PackedTensor, compressed
+from draftgraph.kernels.products import GROUP
 from draftgraph.models.faults import quiet_transformers
+from draftgraph.models.packed_model import set_weight
 
 FORMAT = 1
 SECTION = "draftgraph"  # of config.json
@@ -100,10 +103,12 @@ def lend_output_rows(student: Any, target: Any, token_map: Tensor | None) -> Non
     """Lets a student write the tokens of the map, or all, with the target's rows for them."""
     original = target.get_output_embeddings()
     weight, bias = getattr(original, "weight", None), getattr(original, "bias", None)
-    if weight is None or weight.dim() != 2 or not is_plain(weight):
+    if weight is None or weight.dim() != 2 or not (is_plain(weight) or is_packed(weight)):
         raise UsageError(f"the output matrix of {type(target).__name__} is quantised: load the target without that")
     kept = slice(None) if token_map is None else token_map.to(weight.device)
-    rows = weight.detach()[kept]
+    rows = weight.detach()
+    if token_map is not None:
+        rows = rows.only(token_map) if is_packed(weight) else rows[kept]
     head = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
     head.weight = nn.Parameter(rows, requires_grad=False)
     if bias is not None:
@@ -139,6 +144,10 @@ def cut_student(target: Any, picked: list[int]) -> Any:
 def is_plain(weight: Tensor) -> bool:
     """Whether the numbers of a weight stand there themselves, neither packed nor quantised."""
     return weight.is_floating_point() and type(weight.detach()) is Tensor
+
+
+def is_packed(weight: Tensor) -> bool:
+    return isinstance(weight.detach(), PackedTensor)
 
 
 def own_weights(student: Any) -> dict[str, Tensor]:
@@ -216,12 +225,16 @@ def load_draft(folder: Path, target: Any) -> Any:
 def filled_student(target: Any, content: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     config = type(target.config).from_dict(content)
     student = bare_student(target, config, tensors.pop("token_map", None))
+    packed = is_packed(target.get_input_embeddings().weight)
     with torch.no_grad():
         for name, own in own_weights(student).items():
             weight, scale = tensors[name], tensors.get(name + SCALE)
             weight = weight if scale is None else weight.float() * scale[:, None]
             if weight.shape != own.shape:
                 raise ValueError(f"{name} is {list(weight.shape)}, not {list(own.shape)}")
+            if packed and weight.dim() == 2 and weight.shape[1] % GROUP == 0:
+                set_weight(student, name, compressed(weight, 8))
+                continue
             own.copy_(weight)
             own.requires_grad_(False)
     return student
@@ -231,7 +244,7 @@ def mark_of(target: Any) -> Tensor:
     """A few numbers of the target's embedding, by which it is known again in any dtype."""
     weight: Tensor = target.get_input_embeddings().weight.detach()
     rows = torch.linspace(0, weight.shape[0] - 1, min(MARKED_ROWS, weight.shape[0])).long().to(weight.device)
-    return weight[rows, :MARKED_COLUMNS].float().cpu().contiguous()
+    return weight[rows][:, :MARKED_COLUMNS].float().cpu().contiguous()  # rows alone: a packed weight stays packed
 
 
 def name_of(target: Any) -> str:

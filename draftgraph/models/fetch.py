@@ -26,9 +26,10 @@ DEFAULT_DRAFT = Path(__file__).parent / "default_draft"
 HUB_SECONDS = 10  # for an answer of the hub, before transformers would retry every file for a minute
 
 
-def default_model() -> Path | str:
-    """A folder with the default model, or its hub name where only the hub can give it."""
-    folder = folder_for(Path(GGUF).stem, SHA256)
+def default_model(few_bits: bool = False) -> Path | str:
+    """A folder with the default model, or its hub name where only the hub can give it. `few_bits`: as its file has
+    them."""
+    folder = folder_for(Path(GGUF).stem, SHA256, few_bits)
     if fault_of(folder) is None:
         return folder
     gguf = installed_gguf() or kept_gguf()
@@ -42,7 +43,7 @@ def default_model() -> Path | str:
             )
         gguf = fetched_gguf()
     if gguf is not None:
-        return converted_folder(gguf)
+        return converted_folder(gguf, few_bits)
     try:
         cached_copy(HUB_NAME, None, {})
     except LoadError as error:

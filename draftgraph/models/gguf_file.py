@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from draftgraph.errors import LoadError, one_line
 from draftgraph.files import cache_dir, disk_full, only_one, remembered_sha256, sha256_of, writing
@@ -26,23 +28,26 @@ FORMAT = 1  # raise it when the files a conversion writes change: older copies a
 MANIFEST = "manifest.json"
 HASHED_BELOW = 32 << 20  # larger files are checked by size and header: a start must not read all weights twice
 LINK = "model.gguf"
+PLAIN = {"F32", "F16", "BF16", "F64"}  # formats of weights that PyTorch has too
 SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 # llama.cpp splits numbers off before anything else for these values of tokenizer.ggml.pre; transformers does not.
 DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
-def folder_for(stem: str, sha256: str) -> Path:
+def folder_for(stem: str, sha256: str, packed: bool = False) -> Path:
     """Where the converted form of a GGUF file with this content is kept."""
     safe_stem = re.sub(r"[^\w.-]", "_", stem)
-    return cache_dir() / "converted" / f"{safe_stem}-{sha256[:16]}"
+    return cache_dir() / ("packed" if packed else "converted") / f"{safe_stem}-{sha256[:16]}"
 
 
-def converted_folder(gguf: Path) -> Path:
-    """The safetensors folder of a GGUF file: from the cache if it is intact there, else converted now."""
+def converted_folder(gguf: Path, packed: bool = False) -> Path:
+    """The safetensors folder of a GGUF file: from the cache if it is intact there, else converted now. `packed`: with
+    weights of as few bits as the file has."""
     gguf = gguf.absolute()  # not resolved: in the hub cache a link has the name, its target only a hash
     try:
-        folder = folder_for(gguf.stem, remembered_sha256(gguf))
+        packed = packed and has_few_bits(gguf)
+        folder = folder_for(gguf.stem, remembered_sha256(gguf), packed)
     except OSError as error:
         raise LoadError(f"{gguf} cannot be read ({one_line(error)}): check the path and its permissions") from error
     if fault_of(folder):
@@ -51,25 +56,31 @@ def converted_folder(gguf: Path) -> Path:
                 again = f"the cached copy of {gguf.name} cannot be used ({fault}): converting it again"
                 once = f"converting {gguf.name} once, for fast starts from now on; kept in {folder}"
                 notice(again if folder.exists() else once)
-                convert(gguf, folder)
+                convert(gguf, folder, packed)
     return folder
 
 
-def convert(gguf: Path, folder: Path) -> None:
+def convert(gguf: Path, folder: Path, packed: bool = False) -> None:
     """Write `folder` beside its place and move it there when all of it is good. The caller holds the lock."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
     what = f"the converted {gguf.name}"
     with progress_bar(f"converting {gguf.name}") as report:
         source = GGUFFile(gguf)
-        if shutil.disk_usage(folder.parent).free < source.float32_bytes:
-            raise LoadError(disk_full(what, folder.parent, source.float32_bytes))
+        needed = source.path.stat().st_size if packed else source.float32_bytes
+        if shutil.disk_usage(folder.parent).free < needed:
+            raise LoadError(disk_full(what, folder.parent, needed))
         report(0.1)
-        model, tokenizer = source.read(report)
+        model, tokenizer = source.read(report, packed)
         report(0.9)
         try:
             with writing(what, folder.parent), quiet_transformers():
-                model.save_pretrained(partial)
+                if packed:
+                    from draftgraph.models.packed_model import save_packed
+
+                    save_packed(model, partial)
+                else:
+                    model.save_pretrained(partial)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(partial)
                 write_manifest(partial, gguf)
@@ -130,6 +141,17 @@ def is_gguf(file: Path) -> bool:
         return False
 
 
+def has_few_bits(gguf: Path) -> bool:
+    """Whether a file has weights in fewer bits than PyTorch has numbers for, and experts none of them."""
+    from gguf import GGUFReader
+
+    with suppress(Exception):  # a damaged one is explained when it is converted
+        tensors = GGUFReader(gguf).tensors
+        formats = {tensor.tensor_type.name for tensor in tensors}
+        return bool(formats - PLAIN) and all(len(tensor.shape) <= 2 for tensor in tensors)
+    return False
+
+
 class GGUFFile:
     """Metadata and size of a GGUF file."""
 
@@ -156,19 +178,59 @@ class GGUFFile:
         value = self.fields.get(f"tokenizer.ggml.{key}")
         return None if value is None else int(value)
 
-    def read(self, report: Report) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """The model in float32 and its tokenizer, ready to be saved."""
+    def read(self, report: Report, packed: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+        """The model, in float32 or packed, and its tokenizer, ready to be saved."""
         with quiet_transformers(), watch_gguf_tensors(lambda done: report(0.4 + 0.5 * done)):
             try:
                 with isolated(self.path) as folder:
                     tokenizer = self._tokenizer(folder) if self.has_tokenizer else None
                     report(0.3)
-                    model = self._model(folder)
+                    model = self._packed_model(folder, report) if packed else self._model(folder)
             except Exception as error:
                 raise explain(error, str(self.path)) from error
         self._set_stop_tokens(model, tokenizer)
-        narrow_without_loss(model)
+        if not packed:
+            narrow_without_loss(model)
         return model, tokenizer
+
+    def _packed_model(self, folder: str, report: Report) -> PreTrainedModel:
+        """Tensor by tensor, by transformers' own names and order of rows."""
+        import torch
+        from gguf import GGUFReader, dequantize
+        from transformers import AutoConfig
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+            load_gguf_checkpoint,
+        )
+
+        from draftgraph.models.gguf_formats import packed_tensor
+        from draftgraph.models.packed_model import bare_model, finish, set_weight
+
+        auto: Any = AutoConfig
+        model = bare_model(auto.from_pretrained(folder, gguf_file=LINK))
+        told: Any = load_gguf_checkpoint(str(self.path))
+        kind: Any = TENSOR_PROCESSORS.get(self.fields["general.architecture"], TensorProcessor)
+        processor = kind(config=told["config"])
+        names, tensors = get_gguf_hf_weights_map(model, processor), GGUFReader(self.path).tensors
+        more = {"tensor_key_mapping": names, "parsed_parameters": told}
+        for number, tensor in enumerate(tensors):
+            report(0.4 + 0.5 * number / len(tensors))
+            if tensor.name not in names:
+                continue
+            rows = np.arange(int(tensor.shape[-1]))
+            order = processor.process(weights=rows[:, None].astype(np.float64), name=tensor.name, **more).weights
+            weight: Any = packed_tensor(tensor, order[:, 0].astype(int) if len(tensor.shape) == 2 else None)
+            if weight is None:
+                plain = dequantize(tensor.data, tensor.tensor_type)
+                weight = torch.from_numpy(np.copy(processor.process(weights=plain, name=tensor.name, **more).weights))
+            set_weight(model, names[tensor.name], weight)
+        finish(model)
+        missing = [name for name, weight in model.named_parameters() if weight.is_meta]
+        refuse_missing_weights({"missing_keys": missing}, str(self.path))
+        vars(model.config).pop("_model_name_or_path", None)
+        return model
 
     def _model(self, folder: str) -> PreTrainedModel:
         import torch

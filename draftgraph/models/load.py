@@ -10,6 +10,7 @@ from draftgraph.errors import LoadError, UsageError
 from draftgraph.models.faults import explain, quiet_transformers
 from draftgraph.models.fetch import cached_copy, default_model, gguf_from_hub
 from draftgraph.models.gguf_file import converted_folder, is_gguf, refuse_missing_weights
+from draftgraph.notices import notice
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,7 @@ SHARED_WITH_TOKENIZER = ("cache_dir", "force_download", "proxies", "revision", "
 SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 POSSIBLE = "float32, bfloat16, float16, float64 or auto"
 TOKEN_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+QUANTIZED = {"int8": 8, "int4": 4}  # bits of a weight
 FEW = 64  # added tokens by which tokenizers of one family differ at the end
 
 
@@ -32,14 +34,19 @@ def load_model(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
     device_map: Any = None,
+    quantize: str | None = None,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer, if it has one.
 
     `spec` is a hub name, a folder, a GGUF file, a module (returned as it is, neither moved nor cast) or, for the
-    target, None: the embedded default. Further arguments go to transformers' `from_pretrained`.
+    target, None: the embedded default. On a CPU weights keep the format of their file unless a dtype is given: 4 or 8
+    bits, or bfloat16 where rows keep their bits in it; `quantize` ("int8" or "int4") makes them smaller. Further
+    arguments go to transformers' `from_pretrained`.
     """
     import torch
+
+    from draftgraph.models.packed_model import compress, is_packed_folder
 
     if isinstance(spec, torch.nn.Module):
         return spec, tokenizer_of_module(spec)  # type: ignore[return-value]
@@ -47,16 +54,24 @@ def load_model(
         raise UsageError("device and device_map exclude each other: give one of them")
     place = choose_device(device)
     options: dict[str, Any] = {"use_safetensors": True} | model_kwargs
-    options |= {"dtype": choose_dtype(dtype, place), "trust_remote_code": trust_remote_code}
+    as_filed = place.type == "cpu" and dtype is None and quantization_config is None and device_map is None
+    options |= {"dtype": "auto" if as_filed else choose_dtype(dtype, place), "trust_remote_code": trust_remote_code}
     if device_map is not None or place.type != "cpu":
         options["device_map"] = device_map if device_map is not None else {"": place}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
 
-    source = find_source(spec, role, revision, options)
+    if quantize is not None and (quantize not in QUANTIZED or place.type != "cpu"):
+        raise UsageError(f"quantize must be {' or '.join(QUANTIZED)}, on a CPU, not {quantize!r} on {place}")
+    source = find_source(spec, role, revision, options, as_filed and quantize is None)
     if not Path(source).is_dir() and revision is not None:
         options["revision"] = revision
     model = read_model(source, options)
+    if quantize is not None:
+        lost = compress(model, QUANTIZED[quantize])
+        notice(f"{role} in {quantize}: its weights are off by {lost:.1%} of their size (root mean square)")
+    elif as_filed and not is_packed_folder(Path(source)) and not keeps_its_bits(model):
+        model = model.float()
     shared = {key: options[key] for key in SHARED_WITH_TOKENIZER if key in options}
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, **shared)
     if tokenizer is None:
@@ -64,12 +79,21 @@ def load_model(
     return model, tokenizer
 
 
-def find_source(spec: Any, role: str, revision: str | None, options: dict[str, Any]) -> str:
-    """The folder to read, GGUF files converted into one, or the hub name."""
+def keeps_its_bits(model: Any) -> bool:
+    """Whether rows of a model on a CPU are computed independently of each other in its own dtype."""
+    import torch
+
+    from draftgraph.engine.program import program_of
+
+    return model.dtype == torch.float32 or (model.dtype == torch.bfloat16 and program_of(model) is not None)
+
+
+def find_source(spec: Any, role: str, revision: str | None, options: dict[str, Any], few_bits: bool = False) -> str:
+    """The folder to read, GGUF files converted into one, or the hub name. `few_bits`: as the file has them."""
     if spec is None:
         if role == "draft":
             raise UsageError("no draft model was named: give a name, a folder, a GGUF file or a module")
-        return str(default_model())
+        return str(default_model(few_bits))
     if not isinstance(spec, str | os.PathLike) or not str(spec).strip():
         raise UsageError(f"the {role} {spec!r} is no model: give a hub name, a folder, a GGUF file or a module")
     path = Path(os.path.expanduser(spec))
@@ -79,19 +103,19 @@ def find_source(spec: Any, role: str, revision: str | None, options: dict[str, A
     elif gguf_file is not None:
         path = path / gguf_file
     if os.path.isdir(path):  # pathlib raises for names that no file can have
-        return folder_source(path, options)
+        return folder_source(path, options, few_bits)
     if os.path.isfile(path):
         if not is_gguf(path):
             raise LoadError(f"{path} is not a GGUF file: give the model's folder, a GGUF file or a hub name")
-        return str(converted_folder(path))
+        return str(converted_folder(path, few_bits))
     if path.suffix == ".gguf" or path.is_absolute() or str(spec).startswith((".", "~")) or len(path.parts) > 2:
         raise LoadError(f"there is no folder or file {path}: check the path")
     if folder := cached_copy(str(spec), revision, options):
-        return folder_source(folder, options)
+        return folder_source(folder, options, few_bits)
     return str(spec)
 
 
-def folder_source(folder: Path, options: dict[str, Any]) -> str:
+def folder_source(folder: Path, options: dict[str, Any], few_bits: bool = False) -> str:
     """The folder itself, or the converted form of the one GGUF file that is all it has."""
     where = folder / (options.get("subfolder") or "")
     try:
@@ -103,7 +127,7 @@ def folder_source(folder: Path, options: dict[str, Any]) -> str:
     if "config.json" not in names:
         ggufs = sorted(name for name in names if name.endswith(".gguf"))
         if len(ggufs) == 1:
-            return str(converted_folder(where / ggufs[0]))
+            return str(converted_folder(where / ggufs[0], few_bits))
         hint = f"name one of its GGUF files, {ggufs[0]} for one" if ggufs else "give the folder save_pretrained wrote"
         raise LoadError(f"the folder {where} has no config.json: {hint}")
     if not options["use_safetensors"] or any(".safetensors" in name for name in names):
@@ -117,12 +141,16 @@ def folder_source(folder: Path, options: dict[str, Any]) -> str:
 
 
 def read_model(source: str, options: dict[str, Any]) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from draftgraph.models.packed_model import is_packed_folder, load_packed
 
     auto: Any = AutoModelForCausalLM  # typed as if the loading info never came along
     model: PreTrainedModel
     try:
         with quiet_transformers(bars=True):
+            if is_packed_folder(Path(source)):
+                return load_packed(Path(source), AutoConfig.from_pretrained(source))
             refuse_unless_causal(source, options)
             model, info = auto.from_pretrained(source, output_loading_info=True, **options)
     except Exception as error:

@@ -123,6 +123,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     import draftgraph
     from draftgraph.batching import Limits, Scheduler
     from draftgraph.generation import context_window
+    from draftgraph.kernels.packed import number_format
 
     pair = draftgraph.load(**options["load"])
     config = draftgraph.GraphConfig(**options["graph"])
@@ -134,7 +135,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
         "vocabulary": scheduler.vocabulary,
         "draft": pair.draft is not None,
         "device": str(pair.target.device),
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": number_format(pair.target),
         "mode": config.mode,
     }
     Loop(connection, scheduler, Job.from_dict).run(ready)
