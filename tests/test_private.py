@@ -165,6 +165,18 @@ def test_hooks_of_modules() -> None:
     assert [private.is_hooked(module) for module in (plain, before, after, gone)] == [False, True, True, True]
 
 
+def test_results_of_a_subclass_are_plain_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Marked(torch.Tensor): ...
+
+    marked = torch.ones(2).as_subclass(Marked)
+    assert type(marked + 1) is Marked
+    with private.plain_results():
+        assert type(marked + 1) is torch.Tensor
+    monkeypatch.delattr(torch._C, "DisableTorchFunctionSubclass")
+    with pytest.raises(private.MissingNameError, match="DisableTorchFunctionSubclass"):
+        private.plain_results()
+
+
 def test_parameters_of_a_copied_module() -> None:
     module = nn.Linear(2, 2)
     private.set_parameters(module, {"weight": nn.Parameter(torch.ones(2, 2))})
