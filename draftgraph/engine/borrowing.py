@@ -241,6 +241,23 @@ def product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
     return found.reshape(*given.shape[:-1], len(module.weight))
 
 
+class Proofs:
+    """What was found out about modules by trying them: it holds for all modules of a class that have the same settings,
+    weights and parts."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def of(self, proof: Callable[..., Any], module: nn.Module, *more: Tensor) -> Any:
+        settings = [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)]
+        weights = [(name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False)]
+        parts = [(name, type(part), is_untouched(part)) for name, part in module.named_children()]
+        key = (proof, type(module), *settings, *weights, *parts)
+        if key not in self._known:
+            self._known[key] = proof(module, *more)
+        return self._known[key]
+
+
 class Fusions:
     """What one kernel can do for a model, and does while `borrowed`: passes over few tokens mostly start kernels."""
 
@@ -248,7 +265,7 @@ class Fusions:
         self._lock = pass_lock(model)
         self._forwards: Forwards = []
         self._rotary: list[RotaryNamespace] = []
-        self._proved: dict[Any, Any] = {}
+        self._proofs = Proofs()
         like = next(model.parameters())
         needless = like.is_cuda and not compiles_for(like.device)
         if like.device.type in kinds and like.dtype in FUSED_DTYPES and not needless:
@@ -259,24 +276,14 @@ class Fusions:
     def _find(self, model: nn.Module, like: Tensor) -> None:
         for module in filter(is_untouched, model.modules()):
             forward: Callable[..., Tensor] | None = None
-            if (style := self._once(norm_style, module)) is not None:
+            if (style := self._proofs.of(norm_style, module)) is not None:
                 forward = partial(normed, module, module.forward, style)
-            elif (activation := self._once(gate_activation, module, like)) is not None:
+            elif (activation := self._proofs.of(gate_activation, module, like)) is not None:
                 forward = partial(gated, module, activation)
             if forward is not None:
                 self._forwards.append((vars(module), forward))
         found = [RotaryNamespace.of(names) for names in rotary_namespaces(model)]
         self._rotary = [names for names in found if is_plain_rotary(names.own, like)]
-
-    def _once(self, proof: Callable[..., Any], module: nn.Module, *more: Tensor) -> Any:
-        """A proof holds for all modules of a class that have the same settings, weights and parts."""
-        settings = [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)]
-        weights = [(name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False)]
-        parts = [(name, type(part), is_untouched(part)) for name, part in module.named_children()]
-        key = (proof, type(module), *settings, *weights, *parts)
-        if key not in self._proved:
-            self._proved[key] = proof(module, *more)
-        return self._proved[key]
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

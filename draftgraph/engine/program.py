@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from draftgraph.engine import borrowing
 from draftgraph.engine.attention import SLIDING, layer_kinds
 from draftgraph.engine.borrowing import (
+    Proofs,
     epsilon,
     gate_activation,
     has_hooks,
@@ -39,7 +39,6 @@ from draftgraph.kernels.threads import team_of, thread_count
 KINDS = {torch.float32: 32, torch.bfloat16: 16}
 PER_THREAD = 1 << 20  # numbers of all weights that make another thread worth waking
 MORE_POSITIONS = 1024
-FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # of Granite
 
 
 class UnknownStructure(Exception):
@@ -56,7 +55,7 @@ class Program:
         self._weights: list[list[int]] = []
         self._norms: list[tuple[int, int, float, float]] = []
         self._used: set[int] = set()  # weights that have found their place
-        self._proved: dict[Any, Any] = {}
+        self._proofs = Proofs()
         self._packed = False
         self._read(model)
         self._turns: list[Tensor] = []
@@ -65,6 +64,7 @@ class Program:
         numbers = sum(weight.numel() for weight in model.parameters())
         self._team = team_of(max(1, min(thread_count(), numbers // PER_THREAD)))
 
+    @torch.no_grad()
     def _read(self, model: Any) -> None:
         parts, config = dict(model.named_children()), model.config
         base: Any = parts.get("model")
@@ -158,30 +158,19 @@ class Program:
         return row
 
     def _activation(self, mlp: Any) -> int:
-        found = self._once(gate_activation, mlp, torch.zeros(1))
+        found = self._proofs.of(gate_activation, mlp, torch.zeros(1)) if is_untouched(mlp) else None
         if found is None:
             raise UnknownStructure
         return list(ACTIVATIONS).index(found)
 
     def _norm(self, norm: Any) -> int:
-        style = self._once(norm_style, norm)
+        style = self._proofs.of(norm_style, norm) if is_untouched(norm) else None
         if style is None:
             raise UnknownStructure
         weight = norm.weight
         self._used.add(id(weight))
         self._norms.append((weight.data_ptr(), kind_of(weight), epsilon(norm) or 0.0, style.offset))
         return len(self._norms) - 1
-
-    def _once(self, proof: Callable[..., Any], module: nn.Module, *more: Tensor) -> Any:
-        weights = [(name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False)]
-        settings = [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)]
-        key = (proof, type(module), *weights, *settings)
-        if not is_untouched(module):
-            return None
-        if key not in self._proved:
-            with torch.no_grad():
-                self._proved[key] = proof(module, *more)
-        return self._proved[key]
 
     def _linear(self, linear: Any, first: int = 0, last: int | None = None) -> int:
         if type(linear) is not nn.Linear or "forward" in vars(linear):

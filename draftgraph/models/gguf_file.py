@@ -46,8 +46,10 @@ def converted_folder(gguf: Path, packed: bool = False) -> Path:
     weights of as few bits as the file has."""
     gguf = gguf.absolute()  # not resolved: in the hub cache a link has the name, its target only a hash
     try:
-        packed = packed and has_few_bits(gguf)
-        folder = folder_for(gguf.stem, remembered_sha256(gguf), packed)
+        sha256 = remembered_sha256(gguf)
+        folder = folder_for(gguf.stem, sha256, packed)
+        if packed and fault_of(folder) and not has_few_bits(gguf):
+            packed, folder = False, folder_for(gguf.stem, sha256)
     except OSError as error:
         raise LoadError(f"{gguf} cannot be read ({one_line(error)}): check the path and its permissions") from error
     if fault_of(folder):

@@ -80,7 +80,7 @@ def save_packed(model: Any, folder: Path) -> None:
     """Weights of few bits first, each at the beginning of a line."""
     from safetensors.torch import save_file
 
-    named = {name: weight for name, weight in model.named_parameters()}
+    named = dict(model.named_parameters())  # shared ones once
     outputs = {name: weight.shape[0] for name, weight in named.items() if isinstance(weight.data, PackedTensor)}
     tensors = {
         name: weight.data.blocks if name in outputs else filled_up(weight.detach()) for name, weight in named.items()
@@ -92,11 +92,9 @@ def save_packed(model: Any, folder: Path) -> None:
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     file = folder / WEIGHTS
-    save_file({name: tensor[:0] for name, tensor in tensors.items()}, file, metadata=told)
-    for fill in range(LINE):
-        save_file(tensors, file, metadata=told | {"fill": " " * fill})
-        if data_start(file) % LINE == 0:
-            break
+    save_file(tensors, file, metadata=told)
+    if missing := -data_start(file) % LINE:  # a longer header puts the weights where lines begin
+        save_file(tensors, file, metadata=told | {"fill": " " * missing})
 
 
 def filled_up(weight: Tensor) -> Tensor:
