@@ -73,6 +73,7 @@ class GraphConfig:
     sibling_pruning: Literal["drop", "leaf"] = "drop"  # the paper's text can be read both ways
     verification: Literal["keyed", "rejection"] = "keyed"
     cost: Literal["measured", "flat"] | CostModel = "measured"  # the prices that mode auto decides by
+    exact: bool = False  # True: refuse a target whose logits were not found to be the same bits in every pass
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode)

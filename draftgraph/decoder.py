@@ -18,7 +18,7 @@ from draftgraph.cost.measure import SECONDS, Levels, Passes, measure
 from draftgraph.cost.prices import Key, Pricing, key_of, pricing_for
 from draftgraph.cost.sharing import Experience
 from draftgraph.engine.borrowing import Loan, unwrapped
-from draftgraph.engine.selfcheck import engine_for
+from draftgraph.engine.selfcheck import engine_for, inexactness, precise, precision
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.generation import Request, apart, context_window, prepare, row_arguments, setting, unpadded_rows
 from draftgraph.proposers.draft_model import DraftVocabulary
@@ -99,6 +99,11 @@ class GraphDecoder:
             if not engine.branching:
                 name = type(unwrapped(engine.model)).__name__
                 warnings.warn(f"{name} cannot take a token tree: it is decoded with chains", stacklevel=2)
+        self.engines.refuse_inexact(self.config)
+        if self.engines.inexact is not None and not precise(precision(target_model)):
+            name = type(unwrapped(target_model)).__name__
+            reason = f"answers of {name} may part from those of plain decoding at ties: {self.engines.inexact}"
+            warnings.warn(reason, stacklevel=2)
 
     @property
     def observer(self) -> Observer | None:
@@ -114,7 +119,7 @@ class GraphDecoder:
         if self.draft_model is not None:
             draft = engine_for(self.draft_model, slots)
             vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
-        return Engines(engine_for(self.target_model, slots), draft, vocabulary)
+        return Engines(engine_for(self.target_model, slots), draft, vocabulary, inexactness(self.target_model))
 
     @property
     def vocabulary_size(self) -> int:

@@ -17,8 +17,9 @@ from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, Rejec
 from draftgraph.config import CostModel, GraphConfig
 from draftgraph.cost.budget import HitRate
 from draftgraph.cost.prices import Pricing
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.protocol import Engine, PassResult, Segment, common_prefix
-from draftgraph.errors import DraftGraphError
+from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.generation import Request
 from draftgraph.kernels.threads import torch_alone
 from draftgraph.noise import KeyedNoise
@@ -37,13 +38,24 @@ MOST_DRAFTS = 8  # kinds of drafts on a device that are kept; those not asked fo
 class Engines:
     """The engines of a target and its draft, and the drafts that grow on the device."""
 
-    def __init__(self, target: Engine, draft: Engine | None = None, vocabulary: DraftVocabulary | None = None) -> None:
-        self.target, self.draft, self.vocabulary = target, draft, vocabulary
+    def __init__(
+        self,
+        target: Engine,
+        draft: Engine | None = None,
+        vocabulary: DraftVocabulary | None = None,
+        inexact: str | None = None,  # why tokens of modes and batches may part: see `selfcheck.inexactness`
+    ) -> None:
+        self.target, self.draft, self.vocabulary, self.inexact = target, draft, vocabulary, inexact
         self._device_drafts: dict[tuple[int, int, int], DeviceDrafts] = {}  # by k, levels and width
 
     @property
     def all(self) -> list[Engine]:
         return [self.target, *([] if self.draft is None else [self.draft])]
+
+    def refuse_inexact(self, config: GraphConfig) -> None:
+        if config.exact and self.inexact is not None:
+            name = type(unwrapped(self.target.model)).__name__
+            raise UnsupportedModelError(f"{name} is not exact here, and exact=True asks for it: {self.inexact}")
 
     @property
     def can_branch(self) -> bool:
@@ -150,7 +162,9 @@ class Sequence:
 
     def open(self, engines: Engines, learnt: Learnt, pricing: Pricing, contexts: list[Any]) -> None:
         """Takes contexts in the target's engine and in the draft's, where there is one."""
+        engines.refuse_inexact(self.config)
         self.admitted = self.admitted or time.monotonic()
+        self._stats.exact = engines.inexact is None
         self.engines, self.learnt, self.pricing = engines, learnt, pricing
         if not engines.can_branch:
             self.config = replace(self.config, k=1)

@@ -60,6 +60,7 @@ SOURCES = ("draft", "merged", "copied", "recycled")
 class Stats:
     """What was drafted, verified and accepted, and where the time went."""
 
+    exact: bool = True  # a node's logits have the same bits in every pass: so have all modes and batches their tokens
     steps: int = 0  # target passes, prefill apart
     new_tokens: int = 0
     prompt_tokens: int = 0
@@ -124,6 +125,7 @@ class Stats:
         for name, value in vars(self).items():
             added = getattr(other, name)
             total.__dict__[name] = dict(Counter(value) + Counter(added)) if isinstance(value, dict) else value + added
+        total.exact = self.exact and other.exact
         for source in SOURCES:
             total.checked_by_source.setdefault(source, 0)
             total.accepted_by_source.setdefault(source, 0)

@@ -55,6 +55,7 @@ class Batch:
 
     def prepare(self, config: GraphConfig) -> None:
         """Records and measures what sequences of this configuration will need, before anybody waits for it."""
+        self.engines.refuse_inexact(config)
         with self._loan:
             with suppress(torch.OutOfMemoryError):  # what is missing is tried again when it is needed
                 self._record(config)

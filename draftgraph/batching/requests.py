@@ -138,7 +138,7 @@ def config_of(job: Job, default: GraphConfig) -> GraphConfig:
     if unknown := job.config.keys() - set(CONFIG_FIELDS):
         raise UsageError(f"{sorted(unknown)[0]} is not among {', '.join(CONFIG_FIELDS)}")
     try:
-        return GraphConfig(**{"mode": default.mode, "cost": default.cost} | job.config)
+        return GraphConfig(**{"mode": default.mode, "cost": default.cost, "exact": default.exact} | job.config)
     except TypeError as error:
         raise UsageError(f"not a configuration: {json.dumps(job.config)[:200]}") from error
 

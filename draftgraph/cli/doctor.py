@@ -186,7 +186,7 @@ def tiny_pair() -> tuple[Any, Any, Any]:
 
 def model_check(settings: Settings) -> str:
     """The check that a model passes before it is trusted with a graph."""
-    from draftgraph.engine.selfcheck import engine_for
+    from draftgraph.engine.selfcheck import engine_for, inexactness
     from draftgraph.kernels.packed import number_format
     from draftgraph.pair import load
 
@@ -196,4 +196,6 @@ def model_check(settings: Settings) -> str:
         if model is not None:
             able = "token trees" if engine_for(model).branching else "chains only"
             said.append(f"{role} {type(model).__name__}, {number_format(model)} on {model.device}: {able}")
+    inexact = inexactness(pair.target)
+    said.append("the same bits in every pass" if inexact is None else f"not exact to the bit: {inexact}")
     return "; ".join(said)

@@ -102,6 +102,7 @@ class Settings:
     chain_length: int | None = None
     growth: str | None = None
     cost: str | None = None
+    exact: bool = False
     profile: str | None = None
 
     max_new_tokens: int | None = None
@@ -127,7 +128,8 @@ class Settings:
         return self.given(*MODELS)
 
     def graph_config(self, **changes: Any) -> GraphConfig:
-        return GraphConfig(**self.profile_setting() | self.given("mode", "growth", "cost", *RANGES) | changes)
+        given = self.given("mode", "growth", "cost", *RANGES) | ({"exact": True} if self.exact else {})
+        return GraphConfig(**self.profile_setting() | given | changes)
 
     def profile_setting(self) -> dict[str, Any]:
         """Nothing where a mode was asked for that the profile is not for."""

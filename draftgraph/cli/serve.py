@@ -15,7 +15,7 @@ from draftgraph.serve.settings import ServerSettings, is_loopback, read_keys
 SERVE_OPTIONS = (
     *MODELS,
     *("mode", "k", "tau", "theta_prob", "theta_sib", "max_nodes", "max_depth", "chain_length", "growth", "cost"),
-    *("profile", "config", "debug"),
+    *("exact", "profile", "config", "debug"),
 )
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 KEYS = "DRAFTGRAPH_API_KEYS"

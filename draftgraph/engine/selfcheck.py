@@ -1,4 +1,5 @@
-"""Before a model is trusted with a graph: one small tree against plain forward passes."""
+"""Before a model is trusted with a graph: one small tree against plain forward passes, and whether a node's logits
+have the same bits in every pass."""
 
 from __future__ import annotations
 
@@ -40,6 +41,9 @@ PARENTS = np.array([-1, 0, 0, 1, 2, 1])  # branches that part at the root and at
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 4e-2, torch.bfloat16: 1e-1}
 ATTEMPTS = 3  # texts that are tried in half precision
 NOISE = 3.0  # times as far as the model's own cached passes are off: rounding
+WIDTHS = (2, 3, 8, 17, 33, 64)  # nodes of passes that are compared bit by bit with passes over one
+PATH = 6  # of their nodes, one behind the other
+PIECE = 7  # tokens of a text that is read in pieces for that comparison
 RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "hybrid", "moe_mamba", "ssm")
 
 CHECKED = 4096  # slots of a pool that only a check uses
@@ -52,21 +56,42 @@ _verdicts: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, Any]]] = weakref.
 def engine_for(model: Any, slots: int | None = None) -> Engine:
     """An engine for a model that passed the check: paged where that can be, else plain passes; a model that cannot
     branch is given chains only. `slots`: the bound of the pool; None: it grows."""
-    refuse_unrewindable(model)
-    kind = asked_engine()
-    key = repr((private.attention_of(unwrapped(model).config), adapters(model), kind))
-    known = _verdicts.get(model)
-    if known is None or known[0] != key:
-        known = key, kept_verdict(model, key) or _checked(model, kind)
-        if known[1]["lasting"]:
-            _verdicts[model] = known
-            keep_verdict(model, *known)
-    abilities = known[1]
+    abilities, kind = abilities_of(model), asked_engine()
     if abilities["paged"]:
         return PagedEngine(model, slots, captured_on(model, kind), abilities["compiled"])
     if slots is not None:
         notice(f"{type(unwrapped(model)).__name__} reads one text at a time, and slower: {abilities['problem']}")
     return EagerEngine(model, abilities["branching"], abilities["offsets"])
+
+
+def inexactness(model: Any) -> str | None:
+    """Why modes and batches may give other tokens than plain decoding, where two are almost equally likely; None: a
+    node's logits have the same bits whatever else is in its pass."""
+    abilities = abilities_of(model)
+    if "inexact" not in abilities:
+        with short_windows(model):
+            found = problem_of(partial(bit_difference, model, abilities))
+        if isinstance(found, ShortOfMemory):
+            return found
+        abilities["inexact"] = found
+        keep_verdict(model, *_verdicts.get(model, (_key_of(model), abilities)))
+    return abilities["inexact"]  # type: ignore[no-any-return]
+
+
+def abilities_of(model: Any) -> dict[str, Any]:
+    """What checks have found; they are made when a model is first met."""
+    refuse_unrewindable(model)
+    key, known = _key_of(model), _verdicts.get(model)
+    if known is None or known[0] != key:
+        known = key, kept_verdict(model, key) or _checked(model, asked_engine())
+        if known[1]["lasting"]:
+            _verdicts[model] = known
+            keep_verdict(model, *known)
+    return known[1]
+
+
+def _key_of(model: Any) -> str:
+    return repr((private.attention_of(unwrapped(model).config), adapters(model), asked_engine()))
 
 
 def _checked(model: Any, kind: str | None) -> dict[str, Any]:
@@ -201,6 +226,41 @@ def _abilities(model: Any, kind: str | None) -> dict[str, Any]:
 
 def plain_context(model: Any, offsets: bool) -> EagerContext:
     return EagerEngine(model, offsets=offsets).open()
+
+
+def bit_difference(model: Any, abilities: dict[str, Any]) -> str | None:
+    """Where the logits of a path are other bits than those of passes over one node, or None: in wider passes, beside
+    another sequence, and behind a text that was read in pieces."""
+    if abilities["paged"]:  # captured passes compute as those of the same width that are not
+        compiled = abilities["compiled"] and not captured_on(model, asked_engine())
+        engine: Engine = PagedEngine(model, CHECKED, False, compiled)
+    else:
+        engine = EagerEngine(model, abilities["branching"], abilities["offsets"])
+    tokens, text = _sample_tokens(model, WIDTHS[-1], MORE)
+    with Loan(model), torch.no_grad():
+        context, other, pieces = (engine.open() for _ in range(3))
+        for one, read, chunk in ((context, text, None), (other, text[::-1], None), (pieces, text, PIECE)):
+            one.begin(len(read), False)
+            one.prefill(read, chunk)
+        plain = []
+        for token in tokens[:PATH].tolist():
+            plain.append(engine.run([Segment.of_text(context, [token], scored=True)])[0].logits.clone())
+            context.commit([0], [token])
+        context.rewind(len(text))
+        expected = torch.cat(plain)
+        for width in WIDTHS:
+            chain = np.arange(-1, width - 1)
+            parents = np.where(chain < PATH - 1, chain, 0) if engine.branching else chain
+            depths, visible = _ancestry(parents)
+            for behind in (context, pieces):
+                crowd = [Segment.of_text(other, tokens[:width].tolist(), scored=True)]  # before it in the pass
+                segment = Segment(behind, tokens[:width], depths, visible)
+                logits = engine.run([*crowd, segment])[1].logits[:PATH]
+                if not torch.equal(logits, expected[: len(logits)]):
+                    return f"logits in a pass over {width} nodes have other bits than in a pass over one"
+                other.forget(0)
+                behind.forget(0)
+    return None
 
 
 def problem_of(check: Callable[[], str | None]) -> str | None:

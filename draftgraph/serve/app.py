@@ -125,6 +125,7 @@ def status_routes(server: Server) -> APIRouter:
             "created": started,
             "owned_by": "draftgraph",
             "max_model_len": window,
+            "exact": None if engine.ready is None else engine.ready.exact,
         }
 
     @router.head("/health", include_in_schema=False)

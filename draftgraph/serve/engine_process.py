@@ -137,6 +137,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
         "device": str(pair.target.device),
         "dtype": number_format(pair.target),
         "mode": config.mode,
+        "exact": scheduler.batch.engines.inexact is None,
     }
     Loop(connection, scheduler, Job.from_dict).run(ready)
 

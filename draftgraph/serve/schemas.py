@@ -268,6 +268,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int | None
+    exact: bool | None  # see `Ready.exact`
 
 
 class ModelList(TypedDict):

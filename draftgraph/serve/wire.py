@@ -23,6 +23,7 @@ class Ready:
     device: str = "cpu"
     dtype: str = "float32"
     mode: str = "auto"
+    exact: bool = False  # a request's tokens are those of plain decoding to the bit, whatever shares its passes
 
 
 def line(message: dict[str, Any]) -> bytes:

@@ -1,0 +1,89 @@
+"""Whether a target is exact to the bit is found by looking, told everywhere, and can be insisted on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, target_of
+
+import draftgraph.engine.selfcheck as selfcheck
+from draftgraph import GraphConfig, GraphDecoder
+from draftgraph.batching import Limits, Scheduler
+from draftgraph.engine import paged
+from draftgraph.engine.selfcheck import inexactness
+from draftgraph.errors import UnsupportedModelError
+from draftgraph.pair import Pair
+from draftgraph.stats import Stats
+
+PROMPT = torch.arange(1, 9)[None] % VOCAB
+
+
+def of_modules(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> Any:
+    """A model whose passes are those of its modules: libraries choose the order of sums by the rows of a pass."""
+    monkeypatch.setattr(paged, "program_of", lambda model: None)
+    return target_of("llama").to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_passes_are_found_exact(dtype: torch.dtype, recwarn: pytest.WarningsRecorder) -> None:
+    decoder = GraphDecoder(target_of("llama").to(dtype), config=GraphConfig(exact=True))
+    assert decoder.generate(PROMPT, max_new_tokens=4).stats.exact
+    assert not recwarn.list
+
+
+def test_a_fault_in_one_width_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted sum whose order depends on the rows of its pass: one bit of one logit in passes over 33 nodes."""
+    compute = paged.Program.__call__
+
+    def faulty(program: Any, cache: Any, tokens: Any, *given: Any) -> torch.Tensor:
+        logits = compute(program, cache, tokens, *given)
+        if len(tokens) == 66:  # another sequence is in the pass as well
+            logits[33, 0] = torch.nextafter(logits[33, 0], torch.tensor(torch.inf))
+        return logits
+
+    assert inexactness(target_of("llama")) is None
+    monkeypatch.setattr(paged.Program, "__call__", faulty)
+    assert "a pass over 33 nodes" in (inexactness(target_of("llama")) or "")
+
+
+def test_half_precision_of_modules_is_told_once_and_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = of_modules(monkeypatch, torch.bfloat16)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM may part from those of plain decoding at ties") as told:
+        decoder = GraphDecoder(model)
+    assert len(told) == 1
+    assert not decoder.generate(PROMPT, max_new_tokens=4).stats.exact
+    with pytest.raises(UnsupportedModelError, match="exact=True asks for it"):
+        decoder.generate(PROMPT, max_new_tokens=4, config=GraphConfig(exact=True))
+    with pytest.raises(UnsupportedModelError, match="exact=True asks for it"):
+        GraphDecoder(model, config=GraphConfig(exact=True))
+
+
+def test_in_float32_nobody_is_warned_of_last_bits(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    decoder = GraphDecoder(of_modules(monkeypatch, torch.float32))
+    assert not recwarn.list
+    assert not decoder.generate(PROMPT, max_new_tokens=4).stats.exact
+
+
+def test_a_server_that_insists_does_not_start_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GraphConfig(exact=True)
+    scheduler = Scheduler(Pair(of_modules(monkeypatch, torch.float32), None, None), Limits(texts=1, slots=256), config)
+    with pytest.raises(UnsupportedModelError, match="exact=True asks for it"):
+        scheduler.batch.prepare(config)
+
+
+def test_it_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, looks = target_of("llama"), []
+    look = selfcheck.bit_difference
+    monkeypatch.setattr(selfcheck, "bit_difference", lambda *given: looks.append(given) or look(*given))
+    for _ in range(3):
+        GraphDecoder(model)
+    assert len(looks) == 1
+
+
+def test_figures_of_two_texts_are_exact_if_both_are() -> None:
+    assert (Stats() + Stats()).exact is True
+    assert (Stats() + Stats(exact=False)).exact is False
