@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from transformers import (
 
 from draftgraph.engine.protocol import PassResult, Sampling, Warping
 from draftgraph.graph import ROOT, Ints, TokenTree
+from draftgraph.kernels.sampling import sample_one
 from draftgraph.noise import ACCEPTANCE, CHOICE, DRAFT, RESIDUAL, KeyedNoise
 
 FinishReason = Literal["stop", "length"]
@@ -125,15 +127,17 @@ class KeyedChooser:
             yield token
             node = tree.child(node, token)
 
-    @property
+    @cached_property
     def sampling(self) -> Sampling | None:
-        """What a device needs to choose by itself, if it can."""
+        """What a device or a compiled function needs to choose by itself, if it can."""
         warping = None if self.noise is None or self.outputs.wanted else Warping.of(self.processors)
         if self.noise is None or warping is None:
             return None
         return Sampling(self.noise.stream_key(CHOICE), warping)
 
     def choose(self, logits: Tensor, prefix: Prefix) -> int:
+        if self.sampling is not None and logits.device.type == "cpu" and not logits.dtype.itemsize > 4:
+            return sample_one(logits.float(), self.sampling.key, prefix.position, **vars(self.sampling.warping))
         raw, processed = process(self.processors, logits, prefix)
         scores = processed[0]
         if self.noise is not None:

@@ -25,10 +25,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftgraph.choose import KeyedChooser, Prefix
+from draftgraph.choose import KeyedChooser, Outputs, Prefix
 from draftgraph.engine.protocol import Warping
-from draftgraph.kernels.noise import perturbed
-from draftgraph.kernels.sampling import lowest_kept, removed_by_top_p, sample, sample_reference
+from draftgraph.kernels.noise import perturbed, perturbed_reference
+from draftgraph.kernels.sampling import lowest_kept, removed_by_top_p, sample, sample_one, sample_reference
 from draftgraph.noise import CHOICE, KeyedNoise, gumbel_rows, signed
 
 UNLIKELY = 1e-3  # seeds are fixed, so a test that passes once passes always
@@ -105,9 +105,31 @@ def processors_of(warping: Warping) -> LogitsProcessorList:
 
 
 def chosen_by_processors(logits: Tensor, warping: Warping) -> Tensor:
-    chooser = KeyedChooser(processors_of(warping), NOISE)
+    chooser = KeyedChooser(processors_of(warping), NOISE, Outputs(keep_logprobs=True))  # so that processors are asked
     prefixes = [Prefix.of(torch.zeros(1, at, dtype=torch.long), at) for at in positions_of(len(logits)).tolist()]
     return torch.tensor([chooser.choose(row, prefix) for row, prefix in zip(logits, prefixes, strict=True)])
+
+
+@pytest.mark.parametrize("columns", [5, 16, 23, 1000])
+def test_compiled_code_chooses_as_the_reference(columns: int) -> None:
+    logits = logits_of(12, columns, columns)
+    logits[3] = logits[3].round()  # many tokens are as good as others
+    logits[4, 1:4] = -torch.inf
+    for warping in WARPINGS:
+        found = [
+            sample_one(row, NOISE.stream_key(CHOICE), at, **vars(warping))
+            for row, at in zip(logits, positions_of(12).tolist(), strict=True)
+        ]
+        assert found == chosen(logits, warping).tolist(), warping
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 1000])
+def test_compiled_noise_is_that_of_the_reference(columns: int) -> None:
+    logits, tokens = logits_of(6, columns + 3), torch.randperm(columns) * 7
+    keys = torch.tensor([signed(NOISE.stream_key(CHOICE)), 5, -8])
+    for temperature in (0.0, 0.7, 3.0):
+        given = logits, keys, positions_of(6), tokens, torch.tensor([temperature, 1.0, 0.0], dtype=torch.float64)
+        assert torch.equal(perturbed(*given), perturbed_reference(given[0][:, :columns], *given[1:]))
 
 
 @pytest.mark.parametrize("columns", [41, 2048, 3001])

@@ -7,12 +7,17 @@ several requests may each have their own, and that number too, up to MOST_KEPT.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from draftgraph.kernels.noise import gumbel, row_key
+from draftgraph.compiled import compiled
+from draftgraph.kernels.noise import columns_of, gumbel, row_key, row_key_compiled
 from draftgraph.kernels.triton_or_stub import ROUNDING, available, tl, triton
-from draftgraph.noise import gumbel_rows
+from draftgraph.kernels.vectors import LANES, everywhere, exp, load, store, store_gumbel
+from draftgraph.noise import gumbel_rows, signed
 
 MOST_KEPT = 64  # tokens that top-k may keep where it is data
 UNIT = 2.0**40  # the highest probability of a row, as an integer
@@ -65,6 +70,86 @@ def sample_reference(
     tokens = torch.arange(logits.shape[1], device=logits.device)
     noise = gumbel_rows(key, positions, tokens)
     return (scores.masked_fill(removed, -torch.inf).double() + noise).argmax(dim=-1)
+
+
+def sample_one(
+    logits: Tensor, key: int, position: int, temperature: float, top_p: float, min_p: float, top_k: int
+) -> int:
+    """The same for one row on a CPU, as compiled code. # [vocabulary] float32"""
+    every, row = columns_of(len(logits)).numpy(), logits.contiguous().numpy()
+    return int(_sample_one(row, every, signed(key), position, temperature, top_p, min_p, top_k))
+
+
+@compiled
+def _sample_one(
+    logits: Any, every: Any, key: int, position: int, temperature: float, top_p: float, min_p: float, top_k: int
+) -> int:
+    """`every`: the columns, in whole vectors."""
+    columns, scale, infinite = len(logits), np.float32(temperature), np.float32(np.inf)
+    lowest = _lowest_kept(logits, top_k) / scale if 0 < top_k < columns else -infinite
+    scores, noise, count, highest = np.empty(len(every), dtype=np.float32), np.empty(len(every)), 0, -infinite
+    tokens = np.empty(len(every) if 0 < top_k < columns else 0, dtype=np.int64)  # those that top-k keeps
+    for column in range(columns):
+        score = logits[column] / scale
+        score = score if score >= lowest else -infinite
+        highest = max(highest, score)
+        if len(tokens) == 0:
+            scores[column], count = score, columns
+        elif score > -infinite:
+            scores[count], tokens[count] = score, column
+            count += 1
+    kept = tokens if len(tokens) else every
+    tokens[count : -(-count // LANES) * LANES] = 0
+    scores[count : -(-count // LANES) * LANES] = -infinite
+    own = row_key_compiled(key, position)
+    for place in range(0, count, LANES):
+        store_gumbel(own, kept.ctypes.data + 8 * place, noise.ctypes.data + 8 * place)
+    removes = highest < infinite and (top_p < 1.0 or min_p > 0.0)
+    chances = np.empty(len(every) if removes else 0, dtype=np.float32)  # relative to the highest
+    for place in range(0, count if removes else 0, LANES):
+        store(chances.ctypes.data + 4 * place, exp(load(scores.ctypes.data + 4 * place) - everywhere(highest)))
+    floor = -1  # this place and all that top-p removes before it are out
+    while True:
+        best = -1
+        for place in range(count):
+            if floor >= 0 and not (scores[place] > scores[floor] or (scores[place] == scores[floor] and place > floor)):
+                continue
+            if removes and chances[place] < np.float32(min_p):
+                continue
+            if best < 0 or np.float64(scores[place]) + noise[place] > np.float64(scores[best]) + noise[best]:
+                best = place
+        if best < 0 or not removes or top_p >= 1.0 or not _is_removed(scores, chances, count, best, top_p):
+            return int(kept[max(best, 0)]) if count else 0
+        floor = best
+
+
+@compiled
+def _is_removed(scores: Any, chances: Any, count: int, candidate: int, top_p: float) -> bool:
+    """By top-p: see `removed_by_top_p`."""
+    below, whole, is_last = np.int64(0), np.int64(0), True
+    for place in range(count):
+        mass = np.int64(chances[place] * np.float32(UNIT))
+        whole += mass
+        before = scores[place] < scores[candidate] or (scores[place] == scores[candidate] and place <= candidate)
+        below += mass if before else np.int64(0)
+        is_last = is_last and before
+    return not is_last and bool(np.float32(below / whole) <= np.float32(1 - top_p))
+
+
+@compiled
+def _lowest_kept(logits: Any, top_k: int) -> Any:
+    """The lowest of the best logits, so many of them; what is no number comes last."""
+    best, count = np.full(top_k, -np.inf, dtype=np.float32), 0
+    for column in range(len(logits)):
+        value = logits[column]
+        if value > best[top_k - 1]:
+            at = min(count, top_k - 1)
+            while at > 0 and best[at - 1] < value:
+                best[at] = best[at - 1]
+                at -= 1
+            best[at] = value
+            count = min(count + 1, top_k)
+    return best[top_k - 1]
 
 
 def removed_by_top_p(scores: Tensor, chances: Tensor, top_p: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
+from draftgraph import noise
 from draftgraph.compiled import compiled
 
 LANES = 16
@@ -26,6 +27,7 @@ PATIENCE = 20000  # looks at what another thread is going to change, about 0.2 m
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS, BYTES = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(BYTE, 4 * LANES)
 HALVES, BITS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(1), LANES)
+DOUBLES, LONGS = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(LONG, LANES)
 SHORTS, SMALL = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(BYTE, LANES)
 
 
@@ -73,6 +75,29 @@ class Code:
 
     def fma(self, one: Any, other: Any, more: Any) -> Any:
         return self.call("llvm.fma.v16f32", FLOATS, one, other, more)
+
+    def log(self, values: Any) -> Any:
+        """Of positive doubles, to the last bit or two: 2 ** whole * part, by the series of atanh for the part."""
+        b = self.builder
+        bits = b.bitcast(values, LONGS)
+        part = b.or_(b.and_(bits, self.all((1 << 52) - 1, LONGS)), self.all(0x3FF << 52, LONGS))  # 1 to 2
+        is_large = b.fcmp_ordered(">", b.bitcast(part, DOUBLES), self.all(2**0.5, DOUBLES))
+        part = b.bitcast(b.select(is_large, b.sub(part, self.all(1 << 52, LONGS)), part), DOUBLES)
+        turns = b.sub(b.lshr(bits, self.all(52, LONGS)), self.all(0x3FF, LONGS))
+        turns = b.sitofp(b.add(turns, b.zext(is_large, LONGS)), DOUBLES)
+        one = self.all(1.0, DOUBLES)
+        ratio = b.fdiv(b.fsub(part, one), b.fadd(part, one))
+        square = b.fmul(ratio, ratio)
+        found = self.all(2 / 23, DOUBLES)
+        for odd in range(21, 1, -2):
+            found = self.fma_double(found, square, self.all(2 / odd, DOUBLES))
+        small = b.fmul(b.fmul(ratio, square), found)
+        small = self.fma_double(turns, self.all(1.908214929270587700e-10, DOUBLES), small)  # ln 2, its low bits
+        small = self.fma_double(ratio, self.all(2.0, DOUBLES), small)
+        return self.fma_double(turns, self.all(6.93147180369123816490e-1, DOUBLES), small)
+
+    def fma_double(self, one: Any, other: Any, more: Any) -> Any:
+        return self.call("llvm.fma.v16f64", DOUBLES, one, other, more)
 
     def prefetch(self, address: Any) -> None:
         read, kept, data = (ir.Constant(INT, number) for number in (0, 3, 1))
@@ -264,6 +289,21 @@ def exp(code: Code, values: Any) -> Any:
         found = code.fma(found, rest, code.all(factor))
     bits = b.shl(b.add(b.fptosi(turns, INTS), code.all(127, INTS)), code.all(23, INTS))
     return b.fmul(found, b.bitcast(bits, FLOATS))
+
+
+@operation(types.void, whole, address, address)
+def store_gumbel(code: Code, key: Any, tokens: Any, place: Any) -> None:
+    """16 numbers of `noise.gumbel_rows`: of the row with this key, for tokens int64, as float64."""
+    b, keys = code.builder, code.all(key, LONGS)
+    one, golden = code.all(1, LONGS), code.all(noise.signed(noise.GOLDEN), LONGS)
+    bits = b.add(b.mul(b.add(code.load(tokens, LONGS, 8), one), golden), keys)
+    for shift, factor in noise.MIX:
+        bits = b.xor(bits, b.lshr(bits, code.all(shift, LONGS)))
+        bits = b.mul(bits, code.all(noise.signed(factor), LONGS))
+    bits = b.xor(bits, b.lshr(bits, code.all(31, LONGS)))
+    counted = b.sitofp(b.lshr(bits, code.all(12, LONGS)), DOUBLES)
+    uniform = b.fmul(b.fadd(counted, code.all(0.5, DOUBLES)), code.all(2.0**-52, DOUBLES))
+    code.store(place, b.fneg(code.log(b.fneg(code.log(uniform)))), 8)
 
 
 @operation(whole, address, whole)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftgraph import noise
 from draftgraph.choose import DraftNoise
 from draftgraph.compiled import compiled
 from draftgraph.engine.protocol import Ranking
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, Source, TokenGraph, TokenTree
+from draftgraph.kernels.noise import UNSIGNED_GOLDEN, mixed_compiled
 from draftgraph.proposers.table import FREE, empty, get, put, take_over
 
 LONGEST = 3  # tokens of a context
@@ -26,9 +26,7 @@ TOKEN_BITS = 20  # in a key
 # in a 135M model's answers, greedy and at temperature 0.7. Four tokens say no more than three.
 TRUST = np.array([0.6, 0.87, 0.93])
 HUGE = 1e30  # for logits that are no numbers
-GOLDEN = np.uint64(noise.GOLDEN)
-(FIRST_SHIFT, FIRST), (SECOND_SHIFT, SECOND) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in noise.MIX)
-LAST_SHIFT, UNUSED_BITS = np.uint64(31), np.uint64(12)
+UNUSED_BITS = np.uint64(12)
 
 
 class Rankings(NamedTuple):
@@ -143,18 +141,10 @@ def first_best(scores: NDArray[np.float64]) -> int:
 
 
 @compiled
-def mixed(bits: np.uint64) -> np.uint64:
-    """SplitMix64."""
-    bits = (bits ^ (bits >> FIRST_SHIFT)) * FIRST
-    bits = (bits ^ (bits >> SECOND_SHIFT)) * SECOND
-    return bits ^ (bits >> LAST_SHIFT)
-
-
-@compiled
 def gumbel(key: np.uint64, position: int, token: int) -> float:
     """`KeyedNoise.gumbel`, of one token."""
-    row = mixed((key ^ np.uint64(position)) + GOLDEN)
-    bits = mixed(np.uint64(token + 1) * GOLDEN + row)
+    row = mixed_compiled((key ^ np.uint64(position)) + UNSIGNED_GOLDEN)
+    bits = mixed_compiled(np.uint64(token + 1) * UNSIGNED_GOLDEN + row)
     return -log(-log((np.float64(bits >> UNUSED_BITS) + 0.5) * 2.0**-52))
 
 
