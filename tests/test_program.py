@@ -25,8 +25,8 @@ from draftgraph.kernels.packed import PackedTensor
 from draftgraph.kernels.threads import team_of
 from draftgraph.models.packed_model import compress
 
-SERVED = ("llama", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma2", "granite", "phi3")
-OTHERS = ("gpt2", "cohere", "mixtral", "gemma3")
+SERVED = ("llama", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3", "granite", "phi3")
+OTHERS = ("gpt2", "cohere", "mixtral")
 # With heads and layers that packed weights can have.
 ROOMY = SMALL | {"hidden_size": 64, "intermediate_size": 96}
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -36,6 +36,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: tf.Qwen3Config(**ROOMY, head_dim=16),
     "gemma2": lambda: tf.Gemma2Config(
         **ROOMY, head_dim=16, sliding_window=6, query_pre_attn_scalar=16, final_logit_softcapping=30.0
+    ),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **ROOMY, head_dim=16, sliding_window=6, query_pre_attn_scalar=16, sliding_window_pattern=2
     ),
     "olmo2": lambda: tf.Olmo2Config(**ROOMY),
 }

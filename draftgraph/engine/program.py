@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ class Program:
         self._proofs = Proofs()
         self._packed = False
         self._read(model)
-        self._turns: list[Tensor] = []
+        self._turns: dict[str | None, list[Tensor]] = {}  # cosines and sines, by kinds of layers that have their own
+        self._turned = 0  # positions of which they are known
         self._memory: dict[str, Tensor] = {}
         self._cache: PagedCache | None = None
         numbers = sum(weight.numel() for weight in model.parameters())
@@ -84,11 +86,11 @@ class Program:
         heads = attention.config.num_attention_heads
         groups = getattr(config, "num_key_value_heads", None) or heads
         size = attention.head_dim
-        cos, _ = self._rotary(torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
-        table = [
-            self._layer(layer, kind, heads, groups, size)
-            for layer, kind in zip(base.layers, kinds_of(config), strict=True)
-        ]
+        kinds = kinds_of(config)
+        own = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        self._kinds = kinds if own else [None] * len(kinds)
+        cos, _ = self._turns_of(self._kinds[0], 1)
+        table = [self._layer(layer, kind, heads, groups, size) for layer, kind in zip(base.layers, kinds, strict=True)]
         self.layers = np.array(table, dtype=np.int64)
         self.groups, self.size, self.vocabulary = groups, size, head.weight.shape[0]
         self.hidden, self.heads = embedding.weight.shape[1], heads
@@ -125,7 +127,7 @@ class Program:
         places = NORM_PLACES.get(frozenset(norms))
         if places is None or kind not in ("full_attention", *SLIDING):
             raise UnknownStructure
-        row = [-1] * (cpu_pass.TURNS + 1)
+        row = [-1] * (cpu_pass.SINES + 1)
         for name, place in places.items():
             row[place] = self._norm(parts[name])
         inside = dict(attention.named_children())
@@ -154,7 +156,6 @@ class Program:
             row[cpu_pass.GATE], row[cpu_pass.UP] = self._linear(mlp.gate_proj), self._linear(mlp.up_proj)
         row[cpu_pass.DOWN] = self._linear(mlp.down_proj)
         row[cpu_pass.WINDOW] = int(attention.config.sliding_window) if kind in SLIDING else 0
-        row[cpu_pass.TURNS] = 1
         return row
 
     def _activation(self, mlp: Any) -> int:
@@ -220,14 +221,14 @@ class Program:
         """Logits of the first so many nodes of a pass. # [scored, vocabulary]"""
         self._place(cache)
         rows, threads, words = len(tokens), self._team.threads, data.ancestors.shape[1]
-        cos, sin = self._turned(int(positions.max()) + 1)
+        self._turn(int(positions.max()) + 1)
         most, wide = max(rows, threads * cpu_pass.FEW_ROWS), max(tiles(self.inner), tiles(self.hidden))
         logits = torch.empty((scored, tiles(self.vocabulary)))
         codes_row = code_bytes(max(self.hidden, self.heads * self.size, self.inner)) if self._packed else 0
         seen, path = int(data.lengths.max()) + words * WORD + 2 * PAGE_SIZE, words * WORD + 8
         room = self._room
         told = np.array(
-            [rows, scored, cos.data_ptr(), sin.data_ptr(), logits.data_ptr(), 4 * logits.shape[1],
+            [rows, scored, logits.data_ptr(), 4 * logits.shape[1],
              room("states", rows * self.hidden), room("normed", most * self.hidden),
              room("codes", most * codes_row // 4) if self._packed else 0, codes_row,
              room("queries", rows * self.heads * self.size), room("mixed", 2 * rows * self.groups * self.size),
@@ -250,13 +251,20 @@ class Program:
             held = self._memory[name] = torch.zeros(numbers)
         return held.data_ptr()
 
-    def _turned(self, positions: int) -> list[Tensor]:
+    def _turn(self, positions: int) -> None:
         """The model's own cosines and sines of so many positions, or more."""
-        if not self._turns or len(self._turns[0]) < positions:
-            every = torch.arange(-(-positions // MORE_POSITIONS) * MORE_POSITIONS)[None]
-            with torch.no_grad():
-                self._turns = [part[0].float().contiguous() for part in self._rotary(torch.zeros(1, 1, 1), every)]
-        return self._turns
+        if positions <= self._turned:
+            return
+        self._turned = -(-positions // MORE_POSITIONS) * MORE_POSITIONS
+        self._turns = {kind: self._turns_of(kind, self._turned) for kind in set(self._kinds)}
+        for row, kind in zip(self.layers, self._kinds, strict=True):
+            row[cpu_pass.COSINES], row[cpu_pass.SINES] = (table.data_ptr() for table in self._turns[kind])
+
+    @torch.no_grad()
+    def _turns_of(self, kind: str | None, positions: int) -> list[Tensor]:
+        given = torch.zeros(1, 1, 1), torch.arange(positions)[None]
+        turns = self._rotary(*given) if kind is None else self._rotary(*given, kind)
+        return [part[0].float().contiguous() for part in turns]
 
 
 NORM_PLACES = {

@@ -41,17 +41,18 @@ Floats: TypeAlias = NDArray[np.float32]
 HIDDEN, HEADS, GROUPS, SIZE, ROTARY, INNER, VOCABULARY, ACTIVATION, FINAL_NORM, EMBEDDING, OUTPUT = range(11)
 # and others;
 SCALE, SOFTCAP, EMBEDDING_FACTOR, RESIDUAL_FACTOR, LOGIT_FACTOR, LOGIT_SOFTCAP = range(6)
-# of a layer: numbers of weights and norms (-1: none), its window (0: none), where its keys and values lie;
+# of a layer: numbers of weights and norms (-1: none), its window (0: none), where its keys and values lie, and the
+# cosines and sines of positions;
 QUERY, KEY, VALUE, ATTENDED, GATE, UP, DOWN = range(7)
 BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP, QUERY_NORM, KEY_NORM = range(7, 13)
-WINDOW, KEYS, VALUES, CAPACITY, TURNS = range(13, 18)
+WINDOW, KEYS, VALUES, CAPACITY, COSINES, SINES = range(13, 19)
 # of a norm: where its weights lie, and in how many bits; then its epsilon and what is added to the weights;
 NORM_ADDRESS, NORM_KIND = range(2)
 EPSILON, OFFSET = range(2)
-# of a pass: rows and those of them that are scored; where the turns of positions lie, and results and what is computed
-# on the way, with the numbers of bytes from row to row.
-ROWS, SCORED, COS, SIN, LOGITS, LOGITS_ROW, STATES, NORMED, CODES, CODES_ROW, QUERIES, MIXED, INNERS, WIDE = range(14)
-SCORES, SCORES_ROW, PATHS, PATHS_ROW, SUMS = range(14, 19)
+# of a pass: rows and those of them that are scored; where results lie and what is computed on the way, with the numbers
+# of bytes from row to row.
+ROWS, SCORED, LOGITS, LOGITS_ROW, STATES, NORMED, CODES, CODES_ROW, QUERIES, MIXED, INNERS, WIDE = range(12)
+SCORES, SCORES_ROW, PATHS, PATHS_ROW, SUMS = range(12, 17)
 SUMS_BYTES = 4 * LANES * TOGETHER * TOGETHER  # of one thread
 
 SILU, GELU_TANH, GELU = range(3)
@@ -223,8 +224,7 @@ def project_heads(
             if unit < heads + groups:
                 if norm >= 0:
                     norm_row(place, place, size, norm, norms, norm_factors)
-                if layer[TURNS]:
-                    turn(place, told, positions[row], model[ROTARY])
+                turn(place, layer, positions[row], model[ROTARY])
             if unit >= heads + groups:
                 store_value(place, layer, head, slots[row], size)
             elif unit >= heads:
@@ -232,9 +232,9 @@ def project_heads(
 
 
 @compiled
-def turn(place: int, told: Ints, position: int, rotary: int) -> None:
+def turn(place: int, layer: Ints, position: int, rotary: int) -> None:
     """The rotary embedding of a head, or of its first numbers: halves against each other."""
-    half, cos, sin = rotary // 2, told[COS] + position * rotary * 4, told[SIN] + position * rotary * 4
+    half, cos, sin = rotary // 2, layer[COSINES] + position * rotary * 4, layer[SINES] + position * rotary * 4
     for column in range(half):
         one, other = load_number(place + 4 * column), load_number(place + 4 * (column + half))
         along, across = one * load_number(cos + 4 * column), other * load_number(sin + 4 * column)
