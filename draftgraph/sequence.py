@@ -136,11 +136,12 @@ class Sequence:
         sample: int | None = None,  # which of several with one seed
         outputs: Outputs | None = None,
         tenant: str = "",  # it may begin with what this tenant's sequences left behind
+        adapter: int = 0,  # of the target; see `Adapters`
         past: Past | None = None,  # answers that it may copy from
         on_prompt: Callable[[Tensor], None] | None = None,  # is given the logits of every piece of the prompt
     ) -> None:
         self.request, self.config, self.outputs = request, config, outputs or Outputs()
-        self.tenant, self.past, self.on_prompt = tenant, past, on_prompt
+        self.tenant, self.adapter, self.past, self.on_prompt = tenant, adapter, past, on_prompt
         padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
         ids = request.input_ids[row : row + 1]
         self.max_length = request.max_length

@@ -131,10 +131,10 @@ class Batch:
 
     def _open(self, sequence: Sequence) -> None:
         if sequence.context is None:
-            drafts = sequence.config.drafts
-            engines = self.engines.all if drafts else [self.engines.target]
             pricing = self.decoder.pricing(sequence.config, self.engines)
-            contexts = [engine.open(sequence.tenant) for engine in engines]
+            contexts = [self.engines.target.open(sequence.tenant, sequence.adapter)]
+            if self.engines.draft is not None and sequence.config.drafts:
+                contexts.append(self.engines.draft.open(sequence.tenant))
             sequence.open(self.engines, self.decoder.learnt, pricing, contexts)
         sequence.begin_with_known()
 

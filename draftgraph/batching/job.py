@@ -18,6 +18,7 @@ class Job:
     id: str
     tokens: tuple[int, ...]
     tenant: str = ""  # whose prompts and answers may be reused
+    adapter: str = ""  # that answers; empty: the model as it is
     max_tokens: int = 256  # 0: only the prompt is scored
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ from draftgraph.batching.requests import config_of, request_of
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import fresh_seed
+from draftgraph.engine.adapters import Adapter
 from draftgraph.engine.pages import OutOfPages
+from draftgraph.engine.selfcheck import adapt
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.proposers.copying import Past
 from draftgraph.sequence import Sequence
@@ -57,12 +60,20 @@ class Task:
 
 
 class Scheduler:
-    """Answers jobs with one pair."""
+    """Answers jobs with one pair, and with adapters of its target."""
 
-    def __init__(self, pair: Pair, limits: Limits | None = None, config: GraphConfig | None = None) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        limits: Limits | None = None,
+        config: GraphConfig | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
         self.pair, self.limits = pair, limits or Limits()
         self.config = config or pair.config
         self.batch = Batch(pair.decoder, self.limits.slots, self.limits.texts)
+        if adapters:
+            adapt(self.batch.engines.target, adapters)
         self.vocabulary = int(pair.target.get_input_embeddings().weight.shape[0])
         self._tasks: dict[str, Task] = {}
         self._by_sequence: dict[Sequence, Task] = {}
@@ -85,8 +96,12 @@ class Scheduler:
             raise UsageError(f"{request.max_length} tokens are more than there is room for: ask for fewer")
         outputs = Outputs(keep_logprobs=job.logprobs is not None, alternatives=job.logprobs or 0)
         seed = fresh_seed() if job.seed is None else job.seed
-        config, past = config_of(job, self.config), self._past_of(job.tenant)
-        sequence = Sequence(request, seed, config, sample=job.sample, outputs=outputs, tenant=job.tenant, past=past)
+        adapter = self.batch.engines.target.adapters.number(job.adapter)
+        tenant = f"{adapter} {job.tenant}"  # no adapter begins with, or copies from, what another has said
+        config, past = config_of(job, self.config), self._past_of(tenant)
+        sequence = Sequence(
+            request, seed, config, sample=job.sample, outputs=outputs, tenant=tenant, adapter=adapter, past=past
+        )
         task = Task(job, sequence)
         if job.prompt_logprobs is not None:
             sequence.on_prompt = lambda logits: self._score_prompt(task, logits)

@@ -210,5 +210,5 @@ def declared(name: str, text: Mapping[str, Any], choices: Mapping[str, Iterable[
         values["metavar"] = shown_range(*limits)
     if name == "config":
         values["callback"] = read_config_file
-    flags = [given.pop("flag")] if "flag" in given else []
+    flags = given.pop("flag", "").split()
     return typer.Option(*flags, **values | given), bounds

@@ -9,7 +9,7 @@ from typing import Any
 
 from draftgraph.cli.options import MODELS, Settings
 from draftgraph.cli.terminal import busy, complain
-from draftgraph.errors import DraftGraphError
+from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.serve.settings import ServerSettings, is_loopback, read_keys
 
 SERVE_OPTIONS = (
@@ -25,6 +25,7 @@ def serve(
     settings: Settings,
     model: str | None = None,
     name: str | None = None,
+    lora: list[str] | None = None,
     key_file: str | None = None,
     cors_origin: list[str] | None = None,
     allow_host: list[str] | None = None,
@@ -37,9 +38,12 @@ def serve(
     settings = replace(settings, target=model or settings.target)
     graph = asdict(settings.graph_config())
     refuse_missing_packages()
+    name = name or name_of(settings.target)
+    adapters = adapter_folders(lora or [], name)
     keys = read_keys(Path(key_file) if key_file else None, os.environ.get(KEYS))
     served = ServerSettings(
-        model_name=name or name_of(settings.target),
+        model_name=name,
+        adapters=tuple(adapters),
         api_keys=keys,
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allow_host or ()),
@@ -52,8 +56,21 @@ def serve(
         from draftgraph.serve.run import run, served_tokenizer
     tokenizer = served_tokenizer(settings.target)
     limits = {"texts": served.max_texts, "waiting": served.max_waiting, "slots": slots, "past_tokens": past_tokens}
-    options = {"name": served.model_name, "load": settings.model_arguments(), "graph": graph, "limits": limits}
+    options = {"name": name, "load": settings.model_arguments(), "graph": graph, "limits": limits, "adapters": adapters}
     run(served, tokenizer, options)
+
+
+def adapter_folders(given: list[str], model_name: str) -> dict[str, str]:
+    """Folders of adapters by the names that requests give them."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not folder:
+            raise UsageError(f"--lora {one} is not NAME=FOLDER: give a name for requests and the adapter's folder")
+        if name in (model_name, *found):
+            raise UsageError(f"--lora {one}: the name {name} is taken; give each adapter a name of its own")
+        found[name] = str(Path(folder).expanduser())
+    return found
 
 
 def refuse_missing_packages() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.engine.adapters import Adapters
 from draftgraph.engine.attention import graph_masks
 from draftgraph.engine.borrowing import NarrowLinears, adapters, unwrapped
 from draftgraph.engine.cache import SlotCache
@@ -31,7 +32,7 @@ class EagerEngine:
     slots = used = 0
 
     def __init__(self, model: Any, branching: bool = True, offsets: bool = True) -> None:
-        self.model, self.branching = model, branching
+        self.model, self.branching, self.adapters = model, branching, Adapters(model, {})
         self.offsets = offsets  # whether the model can be told the text's length per token
         self.switch = RopeSwitch.of(model)
         self.most = None if self.switch is None else 1  # the model remembers the length of the text that it last saw
@@ -46,8 +47,11 @@ class EagerEngine:
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
 
-    def open(self, tenant: str = "") -> EagerContext:
-        return EagerContext(self)
+    def open(self, tenant: str = "", adapter: int = 0) -> EagerContext:
+        return EagerContext(self, adapter)
+
+    def adapt(self, adapters: Adapters) -> None:
+        self.adapters = adapters
 
     def run(self, segments: Sequence[Segment]) -> list[PassResult]:
         """One sequence after the other."""
@@ -69,8 +73,8 @@ class EagerContext:
 
     expected = 0
 
-    def __init__(self, engine: EagerEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: EagerEngine, adapter: int = 0) -> None:
+        self.engine, self.adapter = engine, adapter
         self.text: list[int] = []
         self.scratch = 0
         self._scratch_depths: list[int] = []
@@ -169,7 +173,8 @@ class EagerContext:
                 offsets = positions[self.scratch :] - torch.arange(len(tokens), device=device)
         self._cache.offsets = offsets
         self._cache.rewind(length + self.scratch)  # drops what an interrupted pass may have left
-        with still_torch(engine.packed), engine.linears.borrowed(len(tokens)):
+        numbers = torch.full((len(tokens),), self.adapter, device=device) if self.adapter else None
+        with still_torch(engine.packed), engine.linears.borrowed(len(tokens)), engine.adapters.added(numbers):
             logits = engine.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
         self.scratch += len(tokens)
         return logits  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftgraph.engine.adapters import Adapters
 from draftgraph.engine.attention import NAME
 from draftgraph.engine.borrowing import (
     Fusions,
@@ -92,7 +93,7 @@ class PagedEngine:
         """`compiled`: on a CPU passes run without the model's modules, if these are of known parts."""
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
-        self.model = model
+        self.model, self.adapters = model, Adapters(model, {})
         self.captured = self.asynchronous = self.device.type == "cuda" if captured is None else captured
         self.widths = tuple(width for width in NODES if width <= 2 * WORD) if self.captured else ()
         self.widest = NODES[-1] if self.captured else PREFILL_CHUNK  # nodes of one pass; less where memory is short
@@ -118,7 +119,7 @@ class PagedEngine:
 
     def _borrow(self) -> None:
         """How the model's passes are run: by a compiled program, or by its modules, with what is changed in them."""
-        self._program = program_of(self.model) if self._compiles else None
+        self._program = program_of(self.model, self.adapters) if self._compiles else None
         self._packed = is_packed(self.model)
         self._linears = NarrowLinears(self.model)
         self._fusions = Fusions(self.model)
@@ -144,8 +145,12 @@ class PagedEngine:
     def used(self) -> int:
         return self.pages.held * PAGE
 
-    def open(self, tenant: str = "") -> PagedContext:
-        return PagedContext(self, tenant)
+    def open(self, tenant: str = "", adapter: int = 0) -> PagedContext:
+        return PagedContext(self, tenant, adapter)
+
+    def adapt(self, adapters: Adapters) -> None:
+        self.adapters = adapters
+        self._begin_anew()
 
     def has_room(self, tokens: int) -> bool:
         return self._grows or pages_for(tokens) <= self.pages.available
@@ -158,11 +163,15 @@ class PagedEngine:
         """Before a text: are the weights still where recorded passes read them?"""
         self._linears.begin()
         if self._state != fingerprint(self.model):
-            self.weights += 1
-            self._forget_passes()
-            self.pages.forget_texts()
-            self._borrow()
-            self.cache = self._new_cache(self.slots)
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """With other weights: nothing that was computed or recorded counts any longer."""
+        self.weights += 1
+        self._forget_passes()
+        self.pages.forget_texts()
+        self._borrow()
+        self.cache = self._new_cache(self.slots)
 
     def wait(self) -> None:
         if self._last is not None:
@@ -180,7 +189,10 @@ class PagedEngine:
             most = SEQUENCES[-1] if self.captured else len(waiting)
             pieces = sorted(next_pass(waiting, self.widest, most), key=lambda piece: not piece.segment.scored)
             wanted = wanted_of(pieces)
-            recorded = self._recorded(self._shape_of(pieces, wanted), wanted)
+            shape = self._shape_of(pieces, wanted)
+            if self.adapters.layers and any(piece.context.adapter for piece in pieces):
+                shape = shape._replace(adapted=True)
+            recorded = self._recorded(shape, wanted)
             if recorded is None:
                 waiting.extendleft(reversed(pieces))
                 continue
@@ -262,7 +274,7 @@ class PagedEngine:
             self._shrink(shape)
             return None
         self._passes[shape] = recorded
-        if len(self._passes) > SHAPES:
+        if len(self._passes) > (2 * SHAPES if self.adapters.layers else SHAPES):
             del self._passes[next(iter(self._passes))]
         return recorded
 
@@ -283,10 +295,9 @@ class PagedEngine:
                 self.cache.move(*data.moves)
             if self._program is not None:
                 host = data.host
-                return self._program(
-                    self.cache, host["tokens"], host["positions"], host["slots"], data.paged, shape.scored
-                )
-            logits = self.forward(data.tokens, data.positions, data.slots, data.paged, kept)
+                told = host["tokens"], host["positions"], host["slots"]
+                return self._program(self.cache, *told, data.paged, shape.scored, host.get("adapters"))
+            logits = self.forward(data.tokens, data.positions, data.slots, data.paged, kept, data.adapters)
             if ranking is not None and shape.scored:
                 ranking.copy_(ranked(logits), non_blocking=True)
             if proposed is not None and wanted is not None:
@@ -314,16 +325,23 @@ class PagedEngine:
         return recorded.samplers[with_top_k]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, data: PagedPass, kept: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        data: PagedPass,
+        kept: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured. `kept`:
-        of these nodes alone."""
+        of these nodes alone; `adapters`: numbers of the nodes' adapters, if any has one."""
         if self._program is not None and kept is None:
             told = tokens[0].numpy(), positions[0].numpy(), slots.numpy()
             return self._program(self.cache, *told, data, tokens.shape[1])
         self.cache.slots = slots
         attention = borrowed_attention(self.model, self._configs, self._lent)
-        with still_torch(self._packed), self._fusions.borrowed(), attention, self._linears.borrowed(tokens.shape[1]):
+        linears, added = self._linears.borrowed(tokens.shape[1]), self.adapters.added(adapters)
+        with still_torch(self._packed), self._fusions.borrowed(), attention, linears, added:
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -404,7 +422,10 @@ class PagedEngine:
         shapes = reading_shapes(sequences)
         if reading_only:
             shapes = [shape for shape in shapes if shape.scored == FEW_SCORED]
-        for shape in [*([] if reading_only else step_shapes(sequences)), *shapes]:
+        shapes = [*([] if reading_only else step_shapes(sequences)), *shapes]
+        if self.adapters.layers:
+            shapes += [shape._replace(adapted=True) for shape in shapes]
+        for shape in shapes:
             if shape.nodes <= self.widest:
                 self._recorded(shape)
 
@@ -429,8 +450,8 @@ class PagedEngine:
 class PagedContext:
     """One sequence's pages: see `Context`."""
 
-    def __init__(self, engine: PagedEngine, tenant: str = "") -> None:
-        self.engine, self.tenant = engine, tenant
+    def __init__(self, engine: PagedEngine, tenant: str = "", adapter: int = 0) -> None:
+        self.engine, self.tenant, self.adapter = engine, tenant, adapter
         self.text: list[int] = []
         self.pages: list[int] = []
         self.scratch = 0

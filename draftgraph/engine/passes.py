@@ -35,6 +35,7 @@ class PassShape(NamedTuple):
     scored: int  # the first so many nodes are asked for logits
     proposals: int = 0  # tokens that a draft proposes at every node; 0: none are wanted
     noisy: bool = False  # whether it adds noise to its logits
+    adapted: bool = False  # whether nodes have adapters
 
     @property
     def moves(self) -> int:
@@ -117,10 +118,11 @@ class PassData:
         whole |= {"starts": ((sequences + 1,), torch.int32), "lengths": ((sequences,), torch.int32)}
         whole |= {"pages": ((sequences, most_pages), torch.int32)}
         whole |= {"scratch_positions": ((sequences, words * WORD), torch.int32)}
+        whole |= {"adapters": ((nodes,), torch.int64)} if shape.adapted else {}
         buffer = Buffer(whole, device)
         self.host, on_device, self.arrive = buffer.host, buffer.device, buffer.arrive
         self.tokens, self.positions = on_device["tokens"][None], on_device["positions"][None]
-        self.slots = on_device["slots"]
+        self.slots, self.adapters = on_device["slots"], on_device.get("adapters")  # None: nobody has one
         self.moves = on_device["moved_from"], on_device["moved_to"]
         self.noise = on_device["key"], on_device["temperature"]
         self.sampling = (*self.noise, on_device["top_p"], on_device["min_p"], on_device["top_k"])
@@ -159,6 +161,9 @@ class PassData:
             PAGE,
             self._idle,
         )
+        if self.shape.adapted:
+            adapters = np.repeat([piece.context.adapter for piece in pieces], [len(piece) for piece in pieces])
+            host["adapters"][: len(adapters)], host["adapters"][len(adapters) :] = adapters, 0
 
     def hand_over(self, moves: Iterable[Moves]) -> list[Moves]:
         """Moves of accepted nodes, for as many sequences as there is room for; returns the others."""

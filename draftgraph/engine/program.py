@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftgraph.engine import borrowing
+from draftgraph.engine.adapters import Adapters
 from draftgraph.engine.attention import SLIDING, layer_kinds
 from draftgraph.engine.borrowing import (
     Proofs,
@@ -51,7 +52,8 @@ class Program:
 
     dtype = torch.float32  # of keys and values
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, adapters: Adapters | None = None) -> None:
+        self._adapters, self._highest = adapters or Adapters(model, {}), 0  # rank
         self._rotary: Any = None
         self._weights: list[list[int]] = []
         self._norms: list[tuple[int, int, float, float]] = []
@@ -134,11 +136,11 @@ class Program:
         if "qkv_proj" in inside:
             whole = inside.pop("qkv_proj")
             rows = (0, heads * size, (heads + groups) * size, (heads + 2 * groups) * size)
-            for place, first, last in zip((cpu_pass.QUERY, cpu_pass.KEY, cpu_pass.VALUE), rows, rows[1:], strict=False):
-                row[place] = self._linear(whole, first, last)
+            for place in (cpu_pass.QUERY, cpu_pass.KEY, cpu_pass.VALUE):
+                row[place] = self._linear(whole, place, rows[place], rows[place + 1])
         else:
             for place, name in ((cpu_pass.QUERY, "q_proj"), (cpu_pass.KEY, "k_proj"), (cpu_pass.VALUE, "v_proj")):
-                row[place] = self._linear(inside.pop(name, None))
+                row[place] = self._linear(inside.pop(name, None), place)
         row[cpu_pass.ATTENDED] = self._linear(inside.pop("o_proj", None))
         for place, name in ((cpu_pass.QUERY_NORM, "q_norm"), (cpu_pass.KEY_NORM, "k_norm")):
             if name in inside:
@@ -150,10 +152,10 @@ class Program:
             raise UnknownStructure
         if hasattr(mlp, "gate_up_proj"):
             half = mlp.gate_up_proj.weight.shape[0] // 2
-            row[cpu_pass.GATE] = self._linear(mlp.gate_up_proj, 0, half)
-            row[cpu_pass.UP] = self._linear(mlp.gate_up_proj, half, 2 * half)
+            row[cpu_pass.GATE] = self._linear(mlp.gate_up_proj, 0, 0, half)
+            row[cpu_pass.UP] = self._linear(mlp.gate_up_proj, 1, half, 2 * half)
         else:
-            row[cpu_pass.GATE], row[cpu_pass.UP] = self._linear(mlp.gate_proj), self._linear(mlp.up_proj)
+            row[cpu_pass.GATE], row[cpu_pass.UP] = self._linear(mlp.gate_proj), self._linear(mlp.up_proj, 1)
         row[cpu_pass.DOWN] = self._linear(mlp.down_proj)
         row[cpu_pass.WINDOW] = int(attention.config.sliding_window) if kind in SLIDING else 0
         return row
@@ -173,10 +175,18 @@ class Program:
         self._norms.append((weight.data_ptr(), kind_of(weight), epsilon(norm) or 0.0, style.offset))
         return len(self._norms) - 1
 
-    def _linear(self, linear: Any, first: int = 0, last: int | None = None) -> int:
+    def _linear(self, linear: Any, place: int = 0, first: int = 0, last: int | None = None) -> int:
+        """A layer's row in the table of weights; `place`: among products with the same rows."""
         if type(linear) is not nn.Linear or "forward" in vars(linear):
             raise UnknownStructure
-        return self._weight(linear.weight, linear.bias, first, last)
+        number = self._weight(linear.weight, linear.bias, first, last)
+        if (layer := self._adapters.layers.get(linear)) is not None:
+            self._weights[number][cpu_pass.ADAPTED :] = [len(self._weights), place]
+            for adapter, _ in enumerate(self._adapters.names, start=1):
+                for weight, skipped in zip(layer.of(adapter), (0, first), strict=True):
+                    self._weights.append([32, weight.data_ptr() + 4 * skipped, *weight.shape, 0, 0, 0, 0])
+                    self._highest = max(self._highest, len(weight))
+        return number
 
     def _weight(self, weight: Any, bias: Any = None, first: int = 0, last: int | None = None) -> int:
         """A weight's row in the table, of these outputs."""
@@ -191,10 +201,10 @@ class Program:
         else:
             kind = kind_of(weight)
             place = weight.data_ptr() + first * inputs * kind // 8
-        row = [kind, place, last - first, inputs, 0, 0]
+        row = [kind, place, last - first, inputs, 0, 0, 0, 0]
         self._used.add(id(weight))
         if bias is not None:
-            row[4:] = [bias.data_ptr() + first * kind_of(bias) // 8, kind_of(bias)]
+            row[4:6] = [bias.data_ptr() + first * kind_of(bias) // 8, kind_of(bias)]
             self._used.add(id(bias))
         self._weights.append(row)
         return len(self._weights) - 1
@@ -216,9 +226,16 @@ class Program:
         cpu_pass.move_slots(self.layers, self.groups, self.size, sources, targets, buffer)
 
     def __call__(
-        self, cache: PagedCache, tokens: Any, positions: Any, slots: Any, data: PagedPass, scored: int
+        self,
+        cache: PagedCache,
+        tokens: Any,
+        positions: Any,
+        slots: Any,
+        data: PagedPass,
+        scored: int,
+        adapters: Any = None,
     ) -> Tensor:
-        """Logits of the first so many nodes of a pass. # [scored, vocabulary]"""
+        """Logits of the first so many nodes of a pass, which have adapters of these numbers. # [scored, vocabulary]"""
         self._place(cache)
         rows, threads, words = len(tokens), self._team.threads, data.ancestors.shape[1]
         self._turn(int(positions.max()) + 1)
@@ -226,7 +243,7 @@ class Program:
         logits = torch.empty((scored, tiles(self.vocabulary)))
         codes_row = code_bytes(max(self.hidden, self.heads * self.size, self.inner)) if self._packed else 0
         seen, path = int(data.lengths.max()) + words * WORD + 2 * PAGE_SIZE, words * WORD + 8
-        room = self._room
+        room, low = self._room, 0 if adapters is None else tiles(self._highest)
         told = np.array(
             [rows, scored, logits.data_ptr(), 4 * logits.shape[1],
              room("states", rows * self.hidden), room("normed", most * self.hidden),
@@ -234,7 +251,8 @@ class Program:
              room("queries", rows * self.heads * self.size), room("mixed", 2 * rows * self.groups * self.size),
              room("inners", rows * self.inner), room("wide", 2 * rows * wide),
              room("scores", threads * TOGETHER * seen), 4 * seen, room("paths", 2 * rows * path), 8 * path,
-             room("sums", threads * cpu_pass.SUMS_BYTES // 4)],
+             room("sums", threads * cpu_pass.SUMS_BYTES // 4), 0 if adapters is None else adapters.ctypes.data,
+             room("lows", cpu_pass.PLACES * most * low), 4 * low, 4 * most * low],
             dtype=np.int64,
         )  # fmt: skip
         self._team.run(
@@ -285,12 +303,12 @@ NORM_PLACES = {
 }
 
 
-def program_of(model: Any) -> Program | None:
+def program_of(model: Any, adapters: Adapters | None = None) -> Program | None:
     """None: its passes are those of its modules."""
     if model.get_input_embeddings().weight.device.type != "cpu" or has_hooks(model):
         return None
     try:
-        return Program(model)
+        return Program(model, adapters)
     except (UnknownStructure, AttributeError, KeyError, TypeError, ValueError):
         return None
 

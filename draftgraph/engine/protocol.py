@@ -20,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftgraph.engine.adapters import Adapters
 from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, TokenTree
 from draftgraph.kernels.best import best_logits, best_tokens
 from draftgraph.kernels.noise import perturbed
@@ -217,6 +218,7 @@ class Engine(Protocol):
     """A model, its passes, and the contexts of its sequences."""
 
     model: Any
+    adapters: Adapters
     branching: bool  # False: the nodes of a sequence must form one chain
     asynchronous: bool  # a pass is only launched: the host has time until its result is read
     captured: bool  # passes have fixed shapes, so drafts can grow on the device
@@ -237,8 +239,11 @@ class Engine(Protocol):
     @property
     def used(self) -> int: ...
 
-    def open(self, tenant: str = "") -> Any:
-        """A context for one more sequence."""
+    def open(self, tenant: str = "", adapter: int = 0) -> Any:
+        """A context for one more sequence, computed with the adapter of this number."""
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Contexts that are opened from now on may have these."""
 
     def run(self, segments: Sequence[Segment]) -> list[PassResult]:
         """One pass over the nodes of all segments, which are scratch after it."""

@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftgraph import private
 from draftgraph.compiled import folder as compiled_folder
+from draftgraph.engine.adapters import Adapter, Adapters
 from draftgraph.engine.borrowing import Loan, adapters, configs_of, evaluating, has_hooks, pass_lock, unwrapped
 from draftgraph.engine.eager import EagerContext, EagerEngine
 from draftgraph.engine.paged import PagedEngine
@@ -97,6 +98,31 @@ def _key_of(model: Any) -> str:
 def _checked(model: Any, kind: str | None) -> dict[str, Any]:
     with short_windows(model):
         return _abilities(model, kind)
+
+
+def adapt(engine: Engine, given: Mapping[str, Adapter]) -> None:
+    """Lets sequences of an engine have these adapters, if they can be computed beside each other."""
+    engine.adapt(Adapters(engine.model, given))
+    if problem := problem_of(partial(_adapted_difference, engine)):
+        raise UnsupportedModelError(f"{type(unwrapped(engine.model)).__name__} cannot have these adapters: {problem}")
+
+
+def _adapted_difference(engine: Engine) -> str | None:
+    """What goes wrong in one pass with all adapters, beside passes with one each, or None."""
+    model, names = engine.model, ["none", *engine.adapters.names]
+    tokens = _sample_tokens(model, len(PARENTS))[0]
+    contexts = [engine.open(adapter=number) for number in range(len(names))]
+    with Loan(model):
+        found = engine.run([Segment.of_text(context, tokens.tolist(), scored=True) for context in contexts])
+        engine.wait()
+    for number, (name, context, result) in enumerate(zip(names, contexts, found, strict=True)):
+        context.close()
+        numbers = torch.full(tokens.shape, number, device=engine.device)
+        with pass_lock(model), evaluating(model), torch.no_grad(), engine.adapters.added(numbers):
+            plain = _plain_pass(model, tokens.tolist()).logits[0]
+        if problem := _difference(result.logits, plain, precision(model), f"a pass with the adapter {name}"):
+            return problem
+    return None
 
 
 def verdict_file(model: Any, key: str) -> Path | None:

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from draftgraph.compiled import compiled
 from draftgraph.kernels.attention import PAGE_SIZE
 from draftgraph.kernels.cpu_attention import PATH_SEQUENCE, TOGETHER, attend_node, find_path
-from draftgraph.kernels.products import BIAS, BIAS_KIND, INPUTS, KIND, OUTPUTS, product, read_row, round_row
+from draftgraph.kernels.products import (
+    ADDRESS,
+    BIAS,
+    BIAS_KIND,
+    INPUTS,
+    KIND,
+    OUTPUTS,
+    product,
+    read_row,
+    round_row,
+)
 from draftgraph.kernels.vectors import (
     LANES,
     everywhere,
@@ -46,13 +56,18 @@ SCALE, SOFTCAP, EMBEDDING_FACTOR, RESIDUAL_FACTOR, LOGIT_FACTOR, LOGIT_SOFTCAP =
 QUERY, KEY, VALUE, ATTENDED, GATE, UP, DOWN = range(7)
 BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP, QUERY_NORM, KEY_NORM = range(7, 13)
 WINDOW, KEYS, VALUES, CAPACITY, COSINES, SINES = range(13, 19)
+# of a weight, besides what products are told: the number of the first weight of its adapters (0: it has none), of which
+# each has two, [rank, inputs] and [rank, outputs]; and which of several products with the same rows this is;
+ADAPTED, PLACE = range(6, 8)
 # of a norm: where its weights lie, and in how many bits; then its epsilon and what is added to the weights;
 NORM_ADDRESS, NORM_KIND = range(2)
 EPSILON, OFFSET = range(2)
 # of a pass: rows and those of them that are scored; where results lie and what is computed on the way, with the numbers
-# of bytes from row to row.
+# of bytes from row to row; where the numbers of the rows' adapters lie (0: none has any), and what their first weights
+# make of the rows, with the bytes from row to row and from one product to the next.
 ROWS, SCORED, LOGITS, LOGITS_ROW, STATES, NORMED, CODES, CODES_ROW, QUERIES, MIXED, INNERS, WIDE = range(12)
-SCORES, SCORES_ROW, PATHS, PATHS_ROW, SUMS = range(12, 17)
+SCORES, SCORES_ROW, PATHS, PATHS_ROW, SUMS, ADAPTERS, LOWS, LOWS_ROW, LOWS_PLACE = range(12, 21)
+PLACES = 3  # queries, keys and values are products with the same rows
 SUMS_BYTES = 4 * LANES * TOGETHER * TOGETHER  # of one thread
 
 SILU, GELU_TANH, GELU = range(3)
@@ -89,28 +104,42 @@ def run_pass(
         find_path(told[PATHS] + row * told[PATHS_ROW], row, starts, lengths, ancestors[row])
     meet(shared, threads)
     for layer in layers:
-        normed = norm_rows(thread, threads, shared, told, rows, layer[BEFORE_ATTENTION], norms, norm_factors, model)
+        normed = norm_rows(
+            thread, threads, shared, told, rows, layer[BEFORE_ATTENTION], norms, norm_factors, model, weights,
+            layer[QUERY : VALUE + 1],
+        )  # fmt: skip
         project_heads(thread, threads, model, layer, weights, norms, norm_factors, told, normed, positions, slots)
         meet(shared, threads)
         attend(thread, threads, model, factors, layer, told, positions, pages)
         meet(shared, threads)
-        attended = round_rows(thread, threads, shared, told, rows, told[QUERIES], model[HEADS] * model[SIZE])
+        attended = round_rows(
+            thread, threads, shared, told, rows, told[QUERIES], model[HEADS] * model[SIZE], weights,
+            layer[ATTENDED : ATTENDED + 1],
+        )  # fmt: skip
         add_product(
-            thread, threads, shared, told, rows, weights[layer[ATTENDED]], attended, layer[AFTER_ATTENTION], norms,
+            thread, threads, shared, told, rows, weights, layer[ATTENDED], attended, layer[AFTER_ATTENTION], norms,
             norm_factors, model, factors,
         )  # fmt: skip
-        normed = norm_rows(thread, threads, shared, told, rows, layer[BEFORE_MLP], norms, norm_factors, model)
+        normed = norm_rows(
+            thread, threads, shared, told, rows, layer[BEFORE_MLP], norms, norm_factors, model, weights,
+            layer[GATE : UP + 1],
+        )  # fmt: skip
         gated_products(thread, threads, model, layer, weights, told, normed)
         meet(shared, threads)
-        inner = round_rows(thread, threads, shared, told, rows, told[INNERS], model[INNER])
+        inner = round_rows(
+            thread, threads, shared, told, rows, told[INNERS], model[INNER], weights, layer[DOWN : DOWN + 1]
+        )
         add_product(
-            thread, threads, shared, told, rows, weights[layer[DOWN]], inner, layer[AFTER_MLP], norms, norm_factors,
+            thread, threads, shared, told, rows, weights, layer[DOWN], inner, layer[AFTER_MLP], norms, norm_factors,
             model, factors,
         )  # fmt: skip
     scored = told[SCORED]
     if scored:
-        normed = norm_rows(thread, threads, shared, told, scored, model[FINAL_NORM], norms, norm_factors, model)
-        score(thread, threads, model, factors, weights[model[OUTPUT]], told, normed)
+        normed = norm_rows(
+            thread, threads, shared, told, scored, model[FINAL_NORM], norms, norm_factors, model, weights,
+            model[OUTPUT : OUTPUT + 1],
+        )  # fmt: skip
+        score(thread, threads, model, factors, weights, told, normed)
     meet(shared, threads)
 
 
@@ -124,7 +153,7 @@ def share(count: int, thread: int, threads: int) -> tuple[int, int]:
 @compiled
 def norm_rows(
     thread: int, threads: int, shared: int, told: Ints, rows: int, norm: int, norms: Ints, norm_factors: Floats,
-    model: Ints,
+    model: Ints, weights: Ints, following: Ints,
 ) -> int:  # fmt: skip
     """The states of all rows, normed if there is a norm, as products take them: see `round_rows`."""
     hidden, own = model[HIDDEN], thread if rows <= FEW_ROWS else 0
@@ -133,30 +162,83 @@ def norm_rows(
     for row in range(first, last):
         out = normed + row * hidden * 4
         norm_row(told[STATES] + row * hidden * 4, out, hidden, norm, norms, norm_factors)
-    return round_rows(thread, threads, shared, told, rows, normed, hidden)
+    return round_rows(thread, threads, shared, told, rows, normed, hidden, weights, following)
 
 
 @compiled
-def round_rows(thread: int, threads: int, shared: int, told: Ints, rows: int, given: int, size: int) -> int:
-    """Rows in float32, of which each thread has computed its part, and the same in 8 bits if there are packed weights.
-    Few rows are rounded by every thread for itself, and read by no other. Returns where the rows lie."""
+def round_rows(
+    thread: int, threads: int, shared: int, told: Ints, rows: int, given: int, size: int, weights: Ints, following: Ints
+) -> int:
+    """Rows in float32, of which each thread has computed its part, and the same in 8 bits if there are packed weights;
+    and what adapters need of them for the `following` products. Few rows are rounded by every thread for itself, and
+    read by no other. Returns where the rows lie."""
     own = thread if rows <= FEW_ROWS else 0
     first, last = (0, rows) if rows <= FEW_ROWS else (rows * thread // threads, rows * (thread + 1) // threads)
     if told[CODES]:
         codes = told[CODES] + own * FEW_ROWS * told[CODES_ROW]
         for row in range(first, last):
             round_row(given + row * size * 4, size, codes + row * told[CODES_ROW])
+    if told[ADAPTERS]:
+        for weight in following:
+            if weights[weight, ADAPTED]:
+                lower_rows(weights, weight, thread, told, rows, first, last, given, size)
     if rows > FEW_ROWS:
         meet(shared, threads)
     return given
 
 
 @compiled
+def low_place(weights: Ints, number: int, thread: int, told: Ints, rows: int) -> int:
+    """Where `lower_rows` leaves the first of so many rows for this weight."""
+    own = thread if rows <= FEW_ROWS else 0
+    place: int = told[LOWS] + weights[number, PLACE] * told[LOWS_PLACE] + own * FEW_ROWS * told[LOWS_ROW]
+    return place
+
+
+@compiled
+def lower_rows(
+    weights: Ints, number: int, thread: int, told: Ints, rows: int, first: int, last: int, given: int, size: int
+) -> None:
+    """Products of some rows with the first weights of their adapters; neighbours with the same one go together."""
+    lows, start = low_place(weights, number, thread, told, rows), first
+    while start < last:
+        adapter, end = load_whole(told[ADAPTERS] + 8 * start), start + 1
+        while end < last and load_whole(told[ADAPTERS] + 8 * end) == adapter:
+            end += 1
+        if adapter:
+            down = weights[weights[number, ADAPTED] + 2 * adapter - 2]
+            x, low = given + start * size * 4, lows + start * told[LOWS_ROW]
+            product(down, 0, down[OUTPUTS], x, size * 4, low, told[LOWS_ROW], end - start)
+        start = end
+
+
+@compiled
+def add_adapters(
+    weights: Ints, number: int, first: int, last: int, thread: int, told: Ints, rows: int, out: int, out_row: int
+) -> None:
+    """To some outputs of rows, what the second weights of their adapters make of the rows as `lower_rows` left them."""
+    lows = low_place(weights, number, thread, told, rows)
+    for row in range(rows):
+        adapter = load_whole(told[ADAPTERS] + 8 * row)
+        if not adapter:
+            continue
+        up, low = weights[weights[number, ADAPTED] + 2 * adapter - 1], lows + row * told[LOWS_ROW]
+        for column in range(first, last, LANES):
+            place, lanes = out + row * out_row + 4 * column, min(LANES, last - column)
+            found = load_first(place, lanes)
+            for rank in range(up[OUTPUTS]):
+                factors = load_first(up[ADDRESS] + 4 * (rank * up[INPUTS] + column), lanes)
+                found = fma(everywhere(load_number(low + 4 * rank)), factors, found)
+            store_first(place, found, lanes)
+
+
+@compiled
 def multiply(
-    weight: Ints, first: int, last: int, thread: int, told: Ints, rows: int, given: int, size: int, out: int,
-    out_row: int,
+    weights: Ints, number: int, first: int, last: int, thread: int, told: Ints, rows: int, given: int, size: int,
+    out: int, out_row: int,
 ) -> None:  # fmt: skip
-    """Some outputs of all rows, bias included; the rows as `round_rows` left them."""
+    """Some outputs of all rows, bias and adapters included; the rows as `round_rows` left them."""
+    weight = weights[number]
     if weight[KIND] <= 8:
         codes = told[CODES] + (thread if rows <= FEW_ROWS else 0) * FEW_ROWS * told[CODES_ROW]
         product(weight, first, last, codes, told[CODES_ROW], out, out_row, rows)
@@ -167,6 +249,8 @@ def multiply(
             for column in range(first, last):
                 place = out + row * out_row + 4 * column
                 store_number(place, load_number(place) + read_number(weight[BIAS], weight[BIAS_KIND], column))
+    if told[ADAPTERS] and weight[ADAPTED]:
+        add_adapters(weights, number, first, last, thread, told, rows, out, out_row)
 
 
 @compiled
@@ -218,7 +302,7 @@ def project_heads(
             weight, head, out, norm = layer[VALUE], unit - heads - groups, told[MIXED] + groups * size * 4, -1
             out_row = 2 * groups * size * 4
         first = head * size
-        multiply(weights[weight], first, first + size, thread, told, rows, normed, model[HIDDEN], out, out_row)
+        multiply(weights, weight, first, first + size, thread, told, rows, normed, model[HIDDEN], out, out_row)
         for row in range(rows):
             place = out + row * out_row + first * 4
             if unit < heads + groups:
@@ -307,13 +391,14 @@ def attend(
 
 @compiled
 def add_product(
-    thread: int, threads: int, shared: int, told: Ints, rows: int, weight: Ints, given: int, norm: int, norms: Ints,
-    norm_factors: Floats, model: Ints, factors: Floats,
+    thread: int, threads: int, shared: int, told: Ints, rows: int, weights: Ints, number: int, given: int, norm: int,
+    norms: Ints, norm_factors: Floats, model: Ints, factors: Floats,
 ) -> None:  # fmt: skip
     """A product is added to the states, normed before where the model has it so."""
     hidden, wide = model[HIDDEN], told[WIDE]
     first, last = share(hidden, thread, threads)
-    multiply(weight, first, last, thread, told, rows, given, weight[INPUTS], wide, tiled_row(hidden))
+    size = weights[number, INPUTS]
+    multiply(weights, number, first, last, thread, told, rows, given, size, wide, tiled_row(hidden))
     if norm >= 0:
         meet(shared, threads)
         for row in range(rows * thread // threads, rows * (thread + 1) // threads):
@@ -351,7 +436,7 @@ def gated_products(thread: int, threads: int, model: Ints, layer: Ints, weights:
     for start in range(first, last, LANES * 4):
         end = min(last, start + LANES * 4)
         for weight, out in ((layer[GATE], told[WIDE]), (layer[UP], up)):
-            multiply(weights[weight], start, end, thread, told, rows, normed, model[HIDDEN], out, out_row)
+            multiply(weights, weight, start, end, thread, told, rows, normed, model[HIDDEN], out, out_row)
         for row in range(rows):
             gate, beside, out = told[WIDE] + row * out_row, up + row * out_row, told[INNERS] + row * inner * 4
             for column in range(start, end, LANES):
@@ -376,11 +461,11 @@ def activated(x: Any, kind: int, place: int, lanes: int) -> Any:
 
 
 @compiled
-def score(thread: int, threads: int, model: Ints, factors: Floats, weight: Ints, told: Ints, normed: int) -> None:
+def score(thread: int, threads: int, model: Ints, factors: Floats, weights: Ints, told: Ints, normed: int) -> None:
     """Logits of the rows that are scored."""
-    first, last = share(weight[OUTPUTS], thread, threads)
+    first, last = share(model[VOCABULARY], thread, threads)
     rows, out_row = told[SCORED], told[LOGITS_ROW]
-    multiply(weight, first, last, thread, told, rows, normed, model[HIDDEN], told[LOGITS], out_row)
+    multiply(weights, model[OUTPUT], first, last, thread, told, rows, normed, model[HIDDEN], told[LOGITS], out_row)
     factor, softcap = factors[LOGIT_FACTOR], factors[LOGIT_SOFTCAP]
     if factor == 1 and softcap == 0:
         return

@@ -71,7 +71,7 @@ class Form(ABC):
             "id": self.generation.id,
             "object": kind,
             "created": self.generation.created,
-            "model": self._server.settings.model_name,
+            "model": self._body.model or self._server.settings.model_name,
             "choices": list(choices),
         }
 

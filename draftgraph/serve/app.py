@@ -117,13 +117,15 @@ def generation_routes(server: Server) -> APIRouter:
 def status_routes(server: Server) -> APIRouter:
     router, settings, engine, started = APIRouter(), server.settings, server.engine, int(time.time())
 
-    def model() -> Model:
+    def model(name: str) -> Model:
         window = None if engine.ready is None else window_of(engine.ready, settings)
         return {
-            "id": settings.model_name,
+            "id": name,
             "object": "model",
             "created": started,
             "owned_by": "draftgraph",
+            "root": settings.model_name,
+            "parent": settings.model_name if name in settings.adapters else None,
             "max_model_len": window,
             "exact": None if engine.ready is None else engine.ready.exact,
         }
@@ -148,13 +150,13 @@ def status_routes(server: Server) -> APIRouter:
 
     @router.get("/v1/models", tags=["OpenAI"], responses={401: ERRORS[401]})
     async def models() -> ModelList:
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in settings.names]}
 
     @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses={401: ERRORS[401], 404: ERRORS[404]})
     async def one_model(name: str) -> Model:
-        if name != settings.model_name:
+        if name not in settings.names:
             raise unknown_model(name, settings)
-        return model()
+        return model(name)
 
     return router
 

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftgraph.batching.job import Job, Kind, Progress
@@ -124,10 +125,12 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     from draftgraph.batching import Limits, Scheduler
     from draftgraph.generation import context_window
     from draftgraph.kernels.packed import number_format
+    from draftgraph.models.adapter import read_adapter
 
+    adapters = {name: read_adapter(name, Path(folder)) for name, folder in options["adapters"].items()}
     pair = draftgraph.load(**options["load"])
     config = draftgraph.GraphConfig(**options["graph"])
-    scheduler = Scheduler(pair, Limits(**options["limits"]), config)
+    scheduler = Scheduler(pair, Limits(**options["limits"]), config, adapters)
     scheduler.batch.prepare(config)
     ready = {
         "model": options["name"],

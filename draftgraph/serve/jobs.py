@@ -82,7 +82,7 @@ class JobMaker:
 
     def check(self, request: GenerationRequest) -> None:
         settings = self._settings
-        if request.model not in (None, settings.model_name):
+        if request.model not in (None, *settings.names):
             raise unknown_model(str(request.model), settings)
         if request.choices > settings.max_choices:
             raise refusal(f"n must be at most {settings.max_choices}, not {request.n}", "n")
@@ -107,6 +107,7 @@ class JobMaker:
             id="",
             tokens=tuple(tokens),
             tenant=self._tenant,
+            adapter=request.model if request.model in self._settings.adapters else "",
             max_tokens=self._checked_length(len(tokens), max_tokens),
             temperature=temperature if temperature >= GREEDY_UNDER else 0.0,
             top_k=max(0, request.top_k or 0),

@@ -267,6 +267,8 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: int | None
     exact: bool | None  # see `Ready.exact`
 

@@ -20,6 +20,7 @@ class ServerSettings:
     """What a server allows and how it behaves; the defaults suit one machine and a few clients."""
 
     model_name: str = "draftgraph"
+    adapters: tuple[str, ...] = ()  # names of those that requests may choose in place of the model
 
     # where it listens, and who is let in
     host: str = "127.0.0.1"
@@ -56,6 +57,11 @@ class ServerSettings:
     restart_wait: float = 0.5  # before it is started again; doubled with every failure in a row
     restart_wait_most: float = 30.0
     silence: float = 300.0  # seconds without a word from it, after which it is taken to be stuck
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may ask for."""
+        return (self.model_name, *self.adapters)
 
 
 def is_loopback(host: str) -> bool:
