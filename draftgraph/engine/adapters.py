@@ -47,8 +47,8 @@ class AdaptedLayer:
 
     def add(self, numbers: Tensor, module: nn.Module, given: tuple[Tensor, ...], found: Tensor) -> Tensor:
         """A forward hook, for rows with adapters of these numbers. It computes in float32, as PEFT does."""
-        rows = given[0].reshape(-1, self.down.shape[1]).float()
-        own = numbers[: len(rows), None] == self.owners  # an output layer is given the first rows alone
+        rows = given[0].reshape(-1, self.down.shape[1]).to(self.down)
+        own = numbers.to(rows.device)[: len(rows), None] == self.owners  # an output layer is given the first rows alone
         low = torch.where(own, rows @ self.down.t(), 0.0)
         return (found + (low @ self.up).view(found.shape)).to(found.dtype)
 

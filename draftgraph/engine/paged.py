@@ -150,7 +150,7 @@ class PagedEngine:
 
     def adapt(self, adapters: Adapters) -> None:
         self.adapters = adapters
-        self._begin_anew()
+        self._borrow()
 
     def has_room(self, tokens: int) -> bool:
         return self._grows or pages_for(tokens) <= self.pages.available
@@ -163,15 +163,11 @@ class PagedEngine:
         """Before a text: are the weights still where recorded passes read them?"""
         self._linears.begin()
         if self._state != fingerprint(self.model):
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """With other weights: nothing that was computed or recorded counts any longer."""
-        self.weights += 1
-        self._forget_passes()
-        self.pages.forget_texts()
-        self._borrow()
-        self.cache = self._new_cache(self.slots)
+            self.weights += 1
+            self._forget_passes()
+            self.pages.forget_texts()
+            self._borrow()
+            self.cache = self._new_cache(self.slots)
 
     def wait(self) -> None:
         if self._last is not None:
@@ -337,7 +333,8 @@ class PagedEngine:
         of these nodes alone; `adapters`: numbers of the nodes' adapters, if any has one."""
         if self._program is not None and kept is None:
             told = tokens[0].numpy(), positions[0].numpy(), slots.numpy()
-            return self._program(self.cache, *told, data, tokens.shape[1])
+            numbers = None if adapters is None else adapters.numpy()
+            return self._program(self.cache, *told, data, tokens.shape[1], numbers)
         self.cache.slots = slots
         attention = borrowed_attention(self.model, self._configs, self._lent)
         linears, added = self._linears.borrowed(tokens.shape[1]), self.adapters.added(adapters)

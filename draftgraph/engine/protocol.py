@@ -243,7 +243,7 @@ class Engine(Protocol):
         """A context for one more sequence, computed with the adapter of this number."""
 
     def adapt(self, adapters: Adapters) -> None:
-        """Contexts that are opened from now on may have these."""
+        """Contexts may have these: called before the first is opened."""
 
     def run(self, segments: Sequence[Segment]) -> list[PassResult]:
         """One pass over the nodes of all segments, which are scratch after it."""
