@@ -660,13 +660,13 @@ def planted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = Program.__call__
 
     def compiled_by_place(
-        self: Program, cache: Any, tokens: Any, positions: Any, slots: Any, data: attention.PagedPass, scored: int
+        self: Program, cache: Any, tokens: Any, positions: Any, slots: Any, data: attention.PagedPass, *more: Any
     ) -> Any:
         places = np.concatenate([
             length + np.arange(end - start)
             for length, (start, end) in zip(data.lengths.tolist(), pairwise(data.starts.tolist()), strict=True)
         ])  # fmt: skip
-        return compute(self, cache, tokens, places, slots, data, scored)
+        return compute(self, cache, tokens, places, slots, data, *more)
 
     monkeypatch.setattr(Program, "__call__", compiled_by_place)
 

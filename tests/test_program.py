@@ -201,7 +201,7 @@ def test_the_number_of_threads_changes_no_bit(form: str, monkeypatch: pytest.Mon
 
 def test_passes_in_another_order_of_sums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits' test can fail: modules add up in whatever order a library likes."""
-    monkeypatch.setattr(paged, "program_of", lambda model: None)
+    monkeypatch.setattr(paged, "program_of", lambda *_: None)
     engine, text = PagedEngine(model_of("llama", "bfloat16")), list(range(20))
     _, tokens, depths, visible = random_tree(33, 1)
     context, path = engine.open(), np.flatnonzero(visible[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -48,6 +49,11 @@ class Job:
         lists: dict[str, Any] = {name: tuple(given[name]) for name in ("tokens", "stop_token_ids") if name in given}
         values: dict[str, Any] = {**given, **lists, "logit_bias": bias}
         return cls(**values)
+
+    @property
+    def reuse_key(self) -> str:
+        """Of prompts and answers that may be reused: those of one tenant with one adapter."""
+        return json.dumps([self.tenant, self.adapter]) if self.adapter else self.tenant
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -97,10 +97,10 @@ class Scheduler:
         outputs = Outputs(keep_logprobs=job.logprobs is not None, alternatives=job.logprobs or 0)
         seed = fresh_seed() if job.seed is None else job.seed
         adapter = self.batch.engines.target.adapters.number(job.adapter)
-        tenant = f"{adapter} {job.tenant}"  # no adapter begins with, or copies from, what another has said
-        config, past = config_of(job, self.config), self._past_of(tenant)
+        config, key = config_of(job, self.config), job.reuse_key
+        past = self._past_of(key)
         sequence = Sequence(
-            request, seed, config, sample=job.sample, outputs=outputs, tenant=tenant, adapter=adapter, past=past
+            request, seed, config, sample=job.sample, outputs=outputs, tenant=key, adapter=adapter, past=past
         )
         task = Task(job, sequence)
         if job.prompt_logprobs is not None:

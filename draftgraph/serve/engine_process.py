@@ -127,7 +127,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     from draftgraph.kernels.packed import number_format
     from draftgraph.models.adapter import read_adapter
 
-    adapters = {name: read_adapter(name, Path(folder)) for name, folder in options["adapters"].items()}
+    adapters = {name: read_adapter(name, Path(folder)) for name, folder in options.get("adapters", {}).items()}
     pair = draftgraph.load(**options["load"])
     config = draftgraph.GraphConfig(**options["graph"])
     scheduler = Scheduler(pair, Limits(**options["limits"]), config, adapters)
