@@ -1,4 +1,4 @@
-"""Writes the figures of README.md from docs/results: python docs/figures.py
+"""Writes the figures of README.md and of pages in docs from docs/results: python docs/figures.py
 
 Whatever stands between `<!-- figures: NAME -->` and `<!-- end -->` is made here; a test compares.
 """
@@ -15,7 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 DOCS = Path(__file__).parent
-README = DOCS.parent / "README.md"
+DOCUMENTS = (DOCS.parent / "README.md", DOCS / "speed.md", DOCS / "draft.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TASKS = {
     "gsm8k": "gsm8k",
@@ -77,6 +77,42 @@ def shares_of(sources: dict[str, Any]) -> tuple[str, str]:
     return f"{sources['undrafted']:.0%}", ", ".join(f"{share:.0%} {name}" for share, name in parts)
 
 
+# README's one table: runs, each with its methods in turns, and for each row the methods of which the fastest counts.
+RUNS = {
+    "cpu": "135M model, 4 bits, two CPU cores",
+    "cpu-qwen": "1.5B model, 4 bits, no draft model, two CPU cores",
+    "cpu-peers": "135M model, float32, two CPU cores ¹",
+    "h200-7b-peers": "7B-cost, inflated ², bfloat16, one H200 GPU ¹",
+}
+ENGINES = {
+    "`transformers`": ("hf",),
+    "`transformers`, its fastest drafts": ("hf-lookup", "hf-assisted", "hf-assisted-constant"),
+    "llama.cpp": ("llama",),
+    "llama.cpp, drafts from the text": ("llama-ngram-simple",),
+    "vLLM": ("vllm",),
+    "vLLM, its fastest drafts": ("vllm-ngram", "vllm-draft"),
+    "draftgraph, no drafts (`off`)": ("off",),
+    "**draftgraph** (`auto`)": ("auto",),
+}
+
+
+def overview() -> Iterator[str]:
+    """Tokens per second of every library, by run."""
+    found = {run: {one["mode"]: one["overall"]["ms_per_token"] for one in report(run)["modes"]} for run in RUNS}
+    lines = []
+    for words, methods in ENGINES.items():
+        times = ([ms[one] for one in methods if one in ms] for ms in found.values())
+        lines.append([words, *(f"{1e3 / min(ms):.0f}" if ms else "–" for ms in times)])
+    lines[-1][1:] = (f"**{cell}**" for cell in lines[-1][1:])
+    yield from table(list(RUNS.values()), lines)
+    gpu = [one["ms_per_token"] for one in mode_of(report("h200-7b-peers"), "hf")["tasks"]]
+    yield ""
+    yield from prose(
+        f"On the GPU every method answered {len(gpu)} prompts once. There `transformers` took {min(gpu):.0f} to",
+        f"{max(gpu):.0f} ms per token, depending on the prompt: its figures are rough.",
+    )
+
+
 CPU_ROWS = {
     "llama": "llama.cpp, plain",
     "llama-ngram-simple": "llama.cpp, drafts from the text",
@@ -95,7 +131,7 @@ def cpu() -> Iterator[str]:
     for name, words in CPU_ROWS.items():
         ratios = by_task(found[name])
         times = [f"{ratios[task] / plain[task]:.2f}x" for task in (*TASKS, "all")]
-        lines.append([words, *times, f"{1e3 / found[name]['overall']['ms_per_token']:.0f}"])
+        lines.append([words, *times, f"{1e3 / overall_ms(found[name]):.0f}"])
     yield from table([*TASKS.values(), "all", "tokens per second"], lines)
     auto, llama, off = (found[name] for name in ("auto", "llama", "off"))
     yield ""
@@ -104,6 +140,24 @@ def cpu() -> Iterator[str]:
         f"{auto['overall']['tokens_per_pass']:.2f} tokens per pass. Prompts: {off['prompt_tokens_per_second']:,.0f}",
         f"tokens per second, llama.cpp {llama['prompt_tokens_per_second']:,.0f}.",
     )
+
+
+QWEN_TASKS = {"alpaca": "alpaca", "writing_prompts": "stories", "code_edit": "code to print again"}
+
+
+def qwen() -> Iterator[str]:
+    """A larger model without a draft, beside llama.cpp on the same file."""
+    found = {mode["mode"]: mode for mode in report("cpu-qwen")["modes"]}
+    lines = []
+    for name in (one for one in CPU_ROWS if one in found):
+        by_name = {one["task"]: one["ms_per_token"] for one in found[name]["tasks"]}
+        times = [*(by_name[task] for task in QWEN_TASKS), overall_ms(found[name])]
+        lines.append([CPU_ROWS[name], *(f"{time:.1f}" for time in times)])
+    yield from table([*QWEN_TASKS.values(), "all, ms per token"], lines)
+
+
+def overall_ms(mode: dict[str, Any]) -> float:
+    return float(mode["overall"]["ms_per_token"])
 
 
 def by_task(mode: dict[str, Any]) -> dict[str, float]:
@@ -153,10 +207,11 @@ def load() -> Iterator[str]:
     yield from table([f"{texts} client{'s' * (texts > 1)}" for texts in levels], rows)
 
 
-PEERS = {
+LIBRARIES = {
     "hf": "`transformers`, plain",
     "hf-lookup": "`transformers`, prompt lookup",
     "hf-assisted": "`transformers`, assisted by the same draft",
+    "hf-assisted-constant": "the same, always five drafted tokens",
     "vllm": "vLLM, plain",
     "vllm-ngram": "vLLM, n-gram drafts",
     "vllm-draft": "vLLM, the same draft",
@@ -165,10 +220,10 @@ PEERS = {
 }
 
 
-def peers() -> Iterator[str]:
+def libraries() -> Iterator[str]:
     """Other libraries on the same prompts, in turns."""
     found = {mode["mode"]: mode["overall"] for mode in report("cpu-peers")["modes"]}
-    lines = [[words, f"{found[name]['ms_per_token']:.1f}", ratio(found[name])] for name, words in PEERS.items()]
+    lines = [[words, f"{found[name]['ms_per_token']:.1f}", ratio(found[name])] for name, words in LIBRARIES.items()]
     yield from table(["ms per token", "times plain decoding here (95% interval)"], lines)
 
 
@@ -177,21 +232,32 @@ def ratio(overall: dict[str, Any]) -> str:
     return f"{speed['ratio']:.2f}x ({speed['low']:.2f} to {speed['high']:.2f})"
 
 
+DRAFT_COLUMNS = {
+    "chain-8": "chain of 8",
+    "paper-graph": "paper's graph",
+    "tree-16": "best-first tree of 16",
+    "tree-64": "best-first tree of 64",
+}
+
+
 def draft() -> Iterator[str]:
-    """How good the default draft is, on all tasks."""
+    """How good the default draft is, on all tasks, and in brackets without answers that loop."""
     found = json.loads((DOCS / "results" / "draft" / "results.json").read_text(encoding="utf-8"))
-    rows = {row["task"]: row for row in found["rows"] if not row["temperature"] and row["selection"] == "all"}
-    ordered = [rows[task] for task in (*TASKS, "mean")]
-    lines = [["draft's best token is the target's", *(f"{row['agreement']:.2f}" for row in ordered)]]
-    for words, name in (("chain of 8", "chain-8"), ("tree of 64", "tree-64")):
-        lengths = (f"{row['structures'][name]['tokens_per_pass']:.2f}" for row in ordered)
-        lines.append([f"tokens per pass, {words}", *lengths])
-    yield from table([*TASKS.values(), "mean"], lines)
+    rows = {(row["task"], row["selection"]): row for row in found["rows"] if not row["temperature"]}
+    lines = []
+    for task, words in (TASKS | {"mean": "**mean**"}).items():
+        both = [rows[task, selection] for selection in ("all", "without loops")]
+        pairs = [[f"{row['agreement']:.3f}" for row in both]]
+        pairs += [[f"{row['structures'][name]['tokens_per_pass']:.2f}" for row in both] for name in DRAFT_COLUMNS]
+        lines.append([words, *(f"{whole} ({rest})" for whole, rest in pairs)])
+    yield from table(["agreement", *DRAFT_COLUMNS.values()], lines)
 
 
 BLOCKS: dict[str, Callable[[], Iterator[str]]] = {
+    "overview": overview,
     "cpu": cpu,
-    "peers": peers,
+    "qwen": qwen,
+    "libraries": libraries,
     "gpu": gpu,
     "large": large,
     "load": load,
@@ -205,4 +271,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -4,7 +4,7 @@
 
 The folder of a `bench run` or `bench paper` is copied to docs/results/h200-7b without answers and references, scores
 computed before; then its report is written there as JSON and Markdown, and the page of all results anew. Of a file of
-`benchmarks/concurrency.py` the lines are copied without answers. `python docs/figures.py` brings the README up to date.
+`benchmarks/concurrency.py` the lines are copied without answers. `python docs/figures.py` updates the documents.
 """
 
 from __future__ import annotations
@@ -79,4 +79,4 @@ if __name__ == "__main__":
     parser.add_argument("name")
     asked = parser.parse_args()
     (publish if asked.source.is_dir() else publish_load)(asked.source, RESULTS / asked.name)
-    (RESULTS / "index.html").write_text(page_of_all(), encoding="utf-8")
+    (RESULTS / "all.html").write_text(page_of_all(), encoding="utf-8")

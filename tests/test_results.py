@@ -1,4 +1,4 @@
-"""The figures that are shown: README's come from docs/results, and those from the measurements beside them."""
+"""The figures that are shown: those of README and docs come from docs/results, and those from measurements there."""
 
 from __future__ import annotations
 
@@ -28,18 +28,31 @@ PUBLISH = runpy.run_path(str(REPOSITORY / "docs" / "publish.py"))
 TEXTS = {"tokens", "text", "reference"}
 
 
-def test_the_readme_has_the_figures_that_were_measured() -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    names = [found[2] for found in FIGURES["BLOCK"].finditer(readme)]
+def documents() -> dict[Path, str]:
+    pages = [REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md")]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    return {page: text for page, text in texts.items() if FIGURES["BLOCK"].search(text)}
+
+
+def test_documents_have_the_figures_that_were_measured() -> None:
+    texts = documents()
+    assert {*texts} == {*FIGURES["DOCUMENTS"]}, "python docs/figures.py fills every document that has figures"
+    names = [found[2] for text in texts.values() for found in FIGURES["BLOCK"].finditer(text)]
     assert sorted(names) == sorted(FIGURES["BLOCKS"]), "every block is there, once"
-    assert FIGURES["filled"](readme) == readme, "run python docs/figures.py"
+    assert {page: FIGURES["filled"](text) for page, text in texts.items()} == texts, "run python docs/figures.py"
 
 
-def test_a_figure_that_was_changed_by_hand_is_noticed() -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    line = next(line for line in readme.splitlines() if line.startswith("| **7B-cost, inflated**"))
-    changed = readme.replace(line, line.replace("x |", "9x |", 1))
-    assert changed != readme and FIGURES["filled"](changed) == readme
+@pytest.mark.parametrize("page, begins", [("README.md", "| **draftgraph**"), ("docs/speed.md", "| **7B-cost")])
+def test_a_figure_that_was_changed_by_hand_is_noticed(page: str, begins: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith(begins))
+    changed = text.replace(line, re.sub(r"(\d)(\D*)$", r"9\1\2", line))
+    assert changed != text and FIGURES["filled"](changed) == text
+
+
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150 and sum(line.startswith("|---") for line in lines) == 1, "one table, of speeds"
 
 
 def test_there_are_results_of_every_size() -> None:
