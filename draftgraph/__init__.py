@@ -1,8 +1,9 @@
 """Graph-structured speculative decoding: the answer of a large language model, faster and unchanged.
 
->>> import draftgraph
->>> pair = draftgraph.load()                                          # doctest: +SKIP
->>> pair.generate("Why is the sky blue?", max_new_tokens=64).text     # doctest: +SKIP
+Examples:
+    >>> import draftgraph
+    >>> pair = draftgraph.load()
+    >>> answer = pair.generate("Why is the sky blue?", max_new_tokens=16).text
 """
 
 from importlib import import_module

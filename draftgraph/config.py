@@ -41,7 +41,19 @@ RANGES: dict[str, tuple[float, float | None]] = {
 
 @runtime_checkable
 class CostModel(Protocol):
-    """The prices of passes, in any one unit: what mode `auto` decides by."""
+    """The prices of passes, in any one unit: what mode `auto` decides by. Any object with these methods will do.
+
+    Examples:
+        >>> class Linear:
+        ...     def of_pass(self, nodes):
+        ...         return 1 + 0.02 * nodes
+        ...     def of_level(self, nodes):
+        ...         return 0.1 + 0.002 * nodes
+        ...     def floor(self):
+        ...         return 0.01
+        >>> isinstance(GraphConfig(cost=Linear()).cost, CostModel)
+        True
+    """
 
     def of_pass(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
         """What passes of the target over so many nodes cost, the root counted."""
@@ -55,25 +67,41 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """What to draft and how much of it. Fields left out take the mode's own defaults.
+    """What to draft and how much of it. Fields left out take the mode's defaults; those it does not use are ignored.
 
-    >>> GraphConfig().mode, GraphConfig(mode="graph").k, GraphConfig(mode="graph").theta_prob
-    ('auto', 4, 0.2)
+    Attributes:
+        mode: `auto`, `graph` (the paper's method), `tree` (without merging), `chain` (one guess) or `off` (none).
+        k: Children of a node, at most: 4 in the paper, 8 in `auto`.
+        tau: Tokens of a repeated n-gram that make a merge: 2.
+        theta_prob: A node whose probability is under it stays a leaf: 0.2 in the paper, 0 in `auto`.
+        theta_sib: A child under it times its best sibling is pruned: 0.3 in the paper, 0 in `auto`.
+        max_nodes: Nodes that the target checks in one pass, the root counted.
+        max_depth: Levels: 8 in the paper's modes, 16 in `auto`.
+        chain_length: Tokens of a chain.
+        growth: By `level`, as in the paper, or `best-first`, as in `auto`.
+        sibling_pruning: Whether a pruned child is dropped or kept as a leaf: the paper's text can be read both ways.
+        verification: `keyed`: the tokens of plain decoding; `rejection`: classical, for comparison, in `chain` only.
+        cost: The prices that mode `auto` decides by: `measured` on this machine, `flat`, or one's own.
+        exact: True refuses a target whose logits were not found to have the same bits in every pass.
+
+    Examples:
+        >>> GraphConfig().mode, GraphConfig(mode="graph").k, GraphConfig(mode="graph").theta_prob
+        ('auto', 4, 0.2)
     """
 
     mode: Mode = "auto"
-    k: int = None  # type: ignore[assignment]  # out-degree: children per node
-    tau: int = None  # type: ignore[assignment]  # tokens of a repeated n-gram that make a merge
-    theta_prob: float = None  # type: ignore[assignment]  # under it a node stays a leaf
-    theta_sib: float = None  # type: ignore[assignment]  # under it times the best sibling, a child is pruned
-    max_nodes: int = 64  # verified in one pass, the root counted
-    max_depth: int = None  # type: ignore[assignment]  # levels
+    k: int = None  # type: ignore[assignment]
+    tau: int = None  # type: ignore[assignment]
+    theta_prob: float = None  # type: ignore[assignment]
+    theta_sib: float = None  # type: ignore[assignment]
+    max_nodes: int = 64
+    max_depth: int = None  # type: ignore[assignment]
     chain_length: int = 5
     growth: Literal["level", "best-first"] = None  # type: ignore[assignment]
-    sibling_pruning: Literal["drop", "leaf"] = "drop"  # the paper's text can be read both ways
+    sibling_pruning: Literal["drop", "leaf"] = "drop"
     verification: Literal["keyed", "rejection"] = "keyed"
-    cost: Literal["measured", "flat"] | CostModel = "measured"  # the prices that mode auto decides by
-    exact: bool = False  # True: refuse a target whose logits were not found to be the same bits in every pass
+    cost: Literal["measured", "flat"] | CostModel = "measured"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode)

@@ -74,8 +74,18 @@ class Decoding(Sequence):
 class GraphDecoder:
     """Decodes a `transformers` model with a token graph; the tokens are those of plain decoding.
 
-    >>> decoder = GraphDecoder(target_model, draft_model)          # doctest: +SKIP
-    >>> decoder.generate(input_ids, max_new_tokens=64).sequences   # doctest: +SKIP
+    Args:
+        target_model: A decoder-only model; it is left as it was after every call.
+        draft_model: A smaller model with the same tokenizer; None: the text alone proposes.
+        config: What to draft; mode `auto` if left out.
+        observer: Is called with every step.
+
+    Examples:
+        >>> decoder = GraphDecoder(pair.target, pair.draft, config=GraphConfig(mode="graph"))
+        >>> prompt = pair.tokenizer("The days of the week are Monday,", return_tensors="pt").input_ids
+        >>> result = decoder.generate(prompt, max_new_tokens=16, do_sample=False)
+        >>> result.sequences.shape[1] - prompt.shape[1], result.stats.new_tokens
+        (16, 16)
     """
 
     def __init__(
@@ -142,8 +152,16 @@ class GraphDecoder:
     ) -> GraphOutput:
         """Continues every row as `target.generate(input_ids, **arguments)` would, in fewer target passes.
 
-        Takes `generate`'s arguments (`max_new_tokens`, `do_sample`, `temperature`, `logits_processor`, ...), and a
-        `seed`: sampled text depends on it, the prompt and the arguments, and on nothing else.
+        Args:
+            input_ids: Token ids, one row or several.
+            attention_mask: As in `generate`: 0 where a row is padded.
+            seed: Sampled text depends on it, the prompt and the arguments, and on nothing else.
+            streamer: A streamer of `transformers`, for one row.
+            tokenizer: Needed for `stop_strings`.
+            logprobs: Whether to return the log-probabilities of the new tokens.
+            config: For this call, instead of the decoder's own.
+            **arguments: Those of `generate`: `max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`,
+                `repetition_penalty`, `logits_processor`, `stopping_criteria`, ...
         """
         model = unwrapped(self.target_model)
         names = ("pad_token_id", "eos_token_id", "num_return_sequences")
@@ -227,13 +245,23 @@ class GraphDecoder:
 
 @dataclass
 class GraphOutput:
-    """What `generate` gives back. `sequences` is as `transformers` returns it, the prompt included."""
+    """What `GraphDecoder.generate` returns.
 
-    sequences: Tensor  # [rows, length], right-padded
+    Attributes:
+        sequences: As `transformers` returns them, the prompt included: [rows, length], right-padded.
+        stats: Figures of all rows together.
+        finish_reasons: `stop` or `length`, by row.
+        new_token_ids: Without the prompt and padding, by row.
+        logprobs: Of the new tokens, under the target's raw logits, where asked for.
+        scores: As in `generate`, where asked for by `output_scores`.
+        logits: As in `generate`, where asked for by `output_logits`.
+    """
+
+    sequences: Tensor  # [rows, length]
     stats: Stats
     finish_reasons: list[str]
     new_token_ids: list[list[int]]
-    logprobs: list[list[float]] | None = None  # of the emitted tokens, under the target's raw logits
+    logprobs: list[list[float]] | None = None
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
 

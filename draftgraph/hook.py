@@ -42,9 +42,14 @@ def custom_generate(
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """For `target.generate(**inputs, custom_generate=draftgraph.custom_generate, draft_model=draft)`.
+    """Lets `generate` of `transformers` decode with a token graph; `generate` passes it the first five arguments.
 
-    `generate` passes callables neither a streamer nor a tokenizer: use GraphDecoder for those.
+    It passes neither a streamer nor a tokenizer: use `GraphDecoder` for those.
+
+    Examples:
+        >>> prompt = pair.tokenizer("The days of the week are Monday,", return_tensors="pt")
+        >>> ours = {"custom_generate": draftgraph.custom_generate, "draft_model": pair.draft}
+        >>> sequences = pair.target.generate(**prompt, **ours, max_new_tokens=8, do_sample=False)
     """
     refuse_fields(model, {"generation_config": generation_config})
     request = capture(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)

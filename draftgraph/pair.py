@@ -32,11 +32,19 @@ NEW_TOKENS = 256
 
 @dataclass
 class Output:
-    """A continuation: new tokens only, a final eos included; the text is without special tokens."""
+    """An answer.
+
+    Attributes:
+        text: Without special tokens.
+        token_ids: New tokens only, a final end token included.
+        finish_reason: `stop` or `length`.
+        stats: What was drafted, checked and accepted, and where the time went.
+        logprobs: Of the new tokens, where `logprobs=True` was given.
+    """
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str
     stats: Stats
     logprobs: list[float] | None = None
 
@@ -47,10 +55,13 @@ class Output:
 
 @dataclass
 class Pair:
-    """Made by `draftgraph.load`.
+    """A target, its draft and their tokenizer, made by `draftgraph.load`.
 
-    >>> pair = draftgraph.load()                                    # doctest: +SKIP
-    >>> pair.generate("Why is the sky blue?", max_new_tokens=64)    # doctest: +SKIP
+    Attributes:
+        target: The model whose tokens are the answer.
+        draft: The model that proposes, or None.
+        tokenizer: Of both.
+        config: What to draft, where a call does not say.
     """
 
     target: Any
@@ -69,11 +80,22 @@ class Pair:
     def generate(self, prompt: list[str], **arguments: Any) -> list[Output]: ...
 
     def generate(self, prompt: str | Messages | list[str], **arguments: Any) -> Output | list[Output]:
-        """Answers a prompt, a chat (a list of messages) or a list of prompts.
+        """Answers a prompt, a chat (a list of messages) or a list of prompts, which are decoded together.
 
-        `raw=True` skips the chat template. Greedy unless `temperature` is given. Takes `config=GraphConfig(...)` and
-        the arguments of `GraphDecoder.generate`: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
-        `repetition_penalty`, `seed`, `logits_processor`, `stopping_criteria`, `stop_strings`, `streamer`, ...
+        Args:
+            prompt: A string goes through the chat template, if there is one.
+            **arguments: `raw=True` skips the chat template. Greedy unless `temperature` is given; 256 tokens unless
+                `max_new_tokens` is. Takes `config=GraphConfig(...)` and the arguments of `GraphDecoder.generate`:
+                `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`, `stop_strings`, `streamer`, ...
+
+        Examples:
+            >>> out = pair.generate("Why is the sky blue?", max_new_tokens=16)
+            >>> len(out.token_ids), out.finish_reason
+            (16, 'length')
+            >>> chat = [{"role": "user", "content": "Name a colour."}]
+            >>> out = pair.generate(chat, max_new_tokens=8, temperature=0.7, seed=1)
+            >>> [len(one.token_ids) for one in pair.generate(["Tell a story.", "Count to ten."], max_new_tokens=4)]
+            [4, 4]
         """
         prompts = [one for one in prompt if isinstance(one, str)] if isinstance(prompt, list) else []
         if prompts and len(prompts) < len(prompt):
@@ -109,12 +131,23 @@ class Pair:
         return [self.output(sequence) for sequence in sequences]
 
     def stream(self, prompt: str | Messages, **arguments: Any) -> Iterator[str]:
-        """The text as it comes, never half a character; takes what `generate` takes."""
+        """The text as it comes, never half a character; takes what `generate` takes.
+
+        Examples:
+            >>> pieces = list(pair.stream("Tell me a story.", max_new_tokens=16))
+            >>> "".join(pieces) == pair.generate("Tell me a story.", max_new_tokens=16).text
+            True
+        """
         decoding = self.start(prompt, **arguments)
         yield from self.pieces(decoding)
 
     def inspect(self, prompt: str | Messages, **arguments: Any) -> GraphReport:
-        """The graphs behind an answer, to look at: it shows itself in a notebook, and as HTML, SVG, DOT or JSON."""
+        """The graphs behind an answer, to look at: it shows itself in a notebook, and as HTML, SVG, DOT or JSON.
+
+        Examples:
+            >>> report = pair.inspect("Name a colour.", max_new_tokens=8, config=GraphConfig(mode="graph"))
+            >>> picture = report.to_svg(step=0)
+        """
         from draftgraph.inspect import GraphReport
 
         decoding = self.start(prompt, **arguments)
@@ -196,8 +229,24 @@ def load(
 ) -> Pair:
     """Loads a target and its draft: hub names, folders, GGUF files or modules; without arguments, the default model.
 
-    A draft may also be a folder that `draftgraph.distill` wrote. The default model comes with one; `draft="none"`
-    leaves it out, and `draft="self"` lets the target draft for itself: slow, but good for looking at graphs.
+    Args:
+        target: Left out: the default model, SmolLM2-135M-Instruct.
+        draft: A model with the target's tokenizer, or a folder that `draftgraph.distill` wrote. The default model comes
+            with one; `"none"` leaves it out, and `"self"` lets the target draft for itself: slow, but good for
+            looking at graphs.
+        device: Left out: a GPU if there is one.
+        dtype: Left out: on a CPU as the file has the weights, on CUDA bfloat16.
+        revision: Of the target on the hub.
+        trust_remote_code: Whether code that comes with a model may run.
+        quantization_config: Of `transformers`, for the target.
+        device_map: Of `transformers`.
+        quantize: `int8` or `int4`: fewer bits on a CPU.
+        **model_kwargs: Go to `from_pretrained` of the target.
+
+    Examples:
+        >>> pair = draftgraph.load()
+        >>> pair = draftgraph.load("Qwen/Qwen2.5-7B-Instruct", draft="Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
+        >>> pair = draftgraph.load("model.gguf", draft="none")  # doctest: +SKIP
     """
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "device_map": device_map}
     options["quantize"] = quantize

@@ -22,16 +22,19 @@ HEADER = "# A setting that draftgraph tune --search found: use it with --profile
 class Profile:
     """How to draft; it changes speed, and never a token.
 
-    >>> config = read_profile("search/profile.toml").config                 # doctest: +SKIP
-    >>> pair.generate("Why is the sky blue?", config=config)                # doctest: +SKIP
+    Attributes:
+        setting: Fields of `GraphConfig`.
+        found_for: Device, threads, dtype, models by name and by their weights.
+        measured: There: times as fast as plain decoding, tokens per pass.
     """
 
     setting: dict[str, Any]
-    found_for: dict[str, Any]  # device, threads, dtype, models by name and by their weights
-    measured: dict[str, float]  # there: times as fast as plain decoding, tokens per pass
+    found_for: dict[str, Any]
+    measured: dict[str, float]
 
     @property
     def config(self) -> GraphConfig:
+        """For `pair.generate(prompt, config=...)`."""
         return GraphConfig(**self.setting)
 
     def differences(self, here: Mapping[str, Any]) -> list[str]:
@@ -63,7 +66,12 @@ def toml_table(name: str, values: Mapping[str, Any]) -> str:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Refuses a file that is no profile."""
+    """Reads what `draftgraph tune --search` wrote; refuses a file that is no profile.
+
+    Examples:
+        >>> config = read_profile("search/profile.toml").config  # doctest: +SKIP
+        >>> pair.generate("Why is the sky blue?", config=config)  # doctest: +SKIP
+    """
     file = Path(path).expanduser()
     try:
         content = tomllib.loads(file.read_bytes().decode("utf-8"))

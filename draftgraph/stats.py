@@ -58,20 +58,41 @@ SOURCES = ("draft", "merged", "copied", "recycled")
 
 @dataclass
 class Stats:
-    """What was drafted, verified and accepted, and where the time went."""
+    """What was drafted, verified and accepted, and where the time went.
 
-    exact: bool = True  # a node's logits have the same bits in every pass: so have all modes and batches their tokens
-    steps: int = 0  # target passes, prefill apart
+    Attributes:
+        exact: Logits have the same bits in every pass, so all modes and batches give the same tokens.
+        steps: Passes of the target, prefill apart.
+        new_tokens: Of the answer.
+        prompt_tokens: Of the prompt.
+        draft_passes: Passes of the draft model.
+        draft_tokens: Tokens that the draft model was fed.
+        verified_tokens: Tree nodes that the target scored, roots included.
+        checked_by_source: Tree nodes by who proposed them, roots apart: `draft`, `merged`, `copied`, `recycled`.
+        accepted_by_source: Those that the target accepted.
+        accepted_by_depth: The same, by level.
+        checked_by_depth: Tree nodes by level.
+        rejected_by: Why the tree lacked the target's token: `k`, `theta_prob`, `theta_sib`, `budget` or `not drafted`.
+        seconds: Of `prefill`, `draft`, `verify` and `other`.
+
+    Examples:
+        >>> stats = pair.generate("Count to ten.", max_new_tokens=16).stats
+        >>> stats.mean_accepted_length == 16 / stats.steps
+        True
+    """
+
+    exact: bool = True
+    steps: int = 0
     new_tokens: int = 0
     prompt_tokens: int = 0
     draft_passes: int = 0
-    draft_tokens: int = 0  # tokens that the draft model was fed
-    verified_tokens: int = 0  # tree nodes that the target scored, roots included
-    checked_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))  # roots apart
+    draft_tokens: int = 0
+    verified_tokens: int = 0
+    checked_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     accepted_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     accepted_by_depth: dict[int, int] = field(default_factory=dict)
     checked_by_depth: dict[int, int] = field(default_factory=dict)
-    rejected_by: dict[str, int] = field(default_factory=dict)  # why the target's token was not in the tree
+    rejected_by: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
     )
@@ -83,6 +104,7 @@ class Stats:
 
     @property
     def accepted(self) -> int:
+        """Drafted tokens that the target accepted."""
         return sum(self.accepted_by_source.values())
 
     @property
@@ -134,5 +156,6 @@ class Stats:
         return total
 
     def to_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
         derived = ("mean_accepted_length", "merged_share", "tokens_per_second")
         return vars(self) | {name: getattr(self, name) for name in derived}

@@ -106,8 +106,9 @@ def search(
     those to show for the target and the draft. Where time is up before all trials are done, the best so far are
     compared all the same; not with `compare_early=False`, for callers that will go on.
 
-    >>> report = search(pair, {"sky": ["Why is the sky blue?"]}, "search", trials=20)    # doctest: +SKIP
-    >>> report.best.setting, report.best.outcome.speed.ratio                             # doctest: +SKIP
+    Examples:
+        >>> report = search(pair, {"sky": ["Why is the sky blue?"]}, "search", trials=20)  # doctest: +SKIP
+        >>> report.best.setting, report.best.outcome.speed.ratio  # doctest: +SKIP
     """
     need_optuna()
     limit, folder = Deadline(seconds), Path(out).expanduser()

@@ -69,8 +69,9 @@ def bench_run(
     `gguf` file and, if xllamacpp is not in this environment, the python of one, `llama`, which adds all of them where
     the modes name none.
 
-    >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])    # doctest: +SKIP
-    >>> report.mode("auto").overall.speed.ratio                                                 # doctest: +SKIP
+    Examples:
+        >>> report = bench_run(pair, {"sky": ["Why is the sky blue?"]}, "speed", modes=["auto"])  # doctest: +SKIP
+        >>> report.mode("auto").overall.speed.ratio  # doctest: +SKIP
     """
     deadline, folder = Deadline(seconds), Path(out).expanduser()
     words = [PLAIN, *modes, *(HF_METHODS if transformers else ())]

@@ -37,14 +37,27 @@ def distill(
 ) -> Distilled:
     """Trains a draft for a target (a name, folder, GGUF file or module) and writes it to the folder `out`.
 
-    How is said by a `draftgraph.distillation.Recipe`, by its fields as keywords, or by both. The target's answers are
-    kept in `answers` (the cache folder if left out) for other runs, and a run that was stopped goes on where it was.
-    `export="hf"` also writes a plain `transformers` folder, `out/hf`. `model_kwargs` go to `from_pretrained`.
+    A run that was stopped goes on where it was.
 
-    >>> done = draftgraph.distill("my/target", out="draft", prompts=["prompts.jsonl"], minutes=30)  # doctest: +SKIP
-    >>> done.scores.agreement                                                                       # doctest: +SKIP
-    0.63
-    >>> pair = draftgraph.load("my/target", draft="draft")                                          # doctest: +SKIP
+    Args:
+        target: Left out: the default model.
+        out: A new or an empty folder, or that of a run to go on with.
+        recipe: How it is trained.
+        device: Left out: a GPU if there is one.
+        dtype: Of the target.
+        answers: Folder where the target's answers are kept for other runs; left out: in the cache.
+        batch_size: Texts that the target answers at once; left out: what memory holds.
+        bits: Of the stored weights: 8, 16 or 32.
+        export: `hf` also writes a plain `transformers` folder, `out/hf`.
+        checkpoint_seconds: Time between two checkpoints.
+        model_kwargs: Go to `from_pretrained`.
+        **settings: Fields of `Recipe`, which win over those of `recipe`.
+
+    Examples:
+        >>> done = draftgraph.distill("my/target", out="draft", prompts=["prompts.jsonl"], minutes=30)  # doctest: +SKIP
+        >>> done.scores.agreement  # doctest: +SKIP
+        0.63
+        >>> pair = draftgraph.load("my/target", draft="draft")  # doctest: +SKIP
     """
     if unknown := sorted(settings.keys() - {field.name for field in fields(Recipe)}):
         raise UsageError(

@@ -50,14 +50,23 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Distilled:
-    """A finished draft: where it is, and how good on answers that it did not learn from."""
+    """A finished draft: where it is, and how good on answers that it did not learn from.
+
+    Attributes:
+        folder: For `draftgraph.load(target, draft=folder)`.
+        scores: `agreement` with the target's tokens, and `tokens_per_pass` of a chain of eight, as it was stored.
+        before: The same before training.
+        steps: Of training.
+        seconds: Of training.
+        weights: That it does not borrow from its target.
+    """
 
     folder: Path
-    scores: Scores  # as it was stored
-    before: Scores  # of the student before training
+    scores: Scores
+    before: Scores
     steps: int
-    seconds: float  # of training
-    weights: int  # that it does not borrow from its target
+    seconds: float
+    weights: int
 
     def __str__(self) -> str:
         return (

@@ -35,29 +35,50 @@ OF_TEXTS = ("prompts", "own_prompts", "max_prompts", "temperatures", "max_new_to
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a student is made.
+    """How a draft is trained.
 
-    >>> Recipe(layers=4).vocab_size
-    12288
+    Attributes:
+        layers: Of the draft.
+        start_from: Layers of the target to start from: `spread`, `first`, `last`, or numbers such as `0,9,18,29`.
+        vocab_size: Tokens that the draft can write, the most frequent in the target's answers; 0: all.
+        prompts: JSONL files, `datasets:NAME`, `python[:COUNT]`.
+        own_prompts: Prompts that the target writes itself; left out: 20000, or 0 beside `prompts`.
+        max_prompts: Of each source.
+        temperatures: Every prompt is answered once at each; 0: greedy.
+        max_new_tokens: Of an answer.
+        max_length: Of a prompt with its answer; longer prompts are cut in the middle.
+        minutes: Of training; left out: `steps`.
+        steps: Left out: 4000, where no minutes are given.
+        batch_tokens: In one step of training.
+        optimizer: `muon` for matrices, or `adamw` for all.
+        learning_rate: The largest.
+        warmup: Share of the training.
+        loss: Terms and weights, such as `kl` or `kl+0.5*tv+0.2*top`.
+        prompt_share: Share of a prompt's tokens that are learnt as well.
+        seed: Of everything random.
+
+    Examples:
+        >>> Recipe(layers=4).vocab_size
+        12288
     """
 
     layers: int = 2
-    start_from: str = "spread"  # which of the target's layers: spread, first, last, or numbers such as 0,9,18,29
-    vocab_size: int = 12288  # tokens that the draft can write, the most frequent in the target's answers; 0: all
-    prompts: tuple[str, ...] = ()  # JSONL files, datasets:NAME, python[:COUNT]
-    own_prompts: int | None = None  # prompts that the target writes itself; left out: 20000, or 0 beside `prompts`
-    max_prompts: int | None = None  # of each source
-    temperatures: tuple[float, ...] = (0.0, 0.7)  # every prompt is answered once at each; 0: greedy
+    start_from: str = "spread"
+    vocab_size: int = 12288
+    prompts: tuple[str, ...] = ()
+    own_prompts: int | None = None
+    max_prompts: int | None = None
+    temperatures: tuple[float, ...] = (0.0, 0.7)
     max_new_tokens: int = 192
-    max_length: int = 1536  # of a prompt with its answer; longer prompts are cut in the middle
-    minutes: float | None = None  # of training; left out: `steps`
-    steps: int | None = None  # left out: 4000, where no minutes are given
-    batch_tokens: int = 32768  # in one step of training
-    optimizer: str = "muon"  # for matrices; or adamw for all
+    max_length: int = 1536
+    minutes: float | None = None
+    steps: int | None = None
+    batch_tokens: int = 32768
+    optimizer: str = "muon"
     learning_rate: float = 0.01
-    warmup: float = 0.03  # share of the training
-    loss: str = "kl+0.5*top"  # terms and weights, such as "kl" or "kl+0.5*tv+0.2*top"
-    prompt_share: float = 0.1  # of a prompt's tokens that are learnt as well
+    warmup: float = 0.03
+    loss: str = "kl+0.5*top"
+    prompt_share: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -42,9 +42,10 @@ class TokenGraph:
 
     A merged node is an alias of the first node with its n-gram and shares that node's children, now and later.
 
-    >>> graph = TokenGraph(7, GraphConfig(mode="graph"))
-    >>> graph.add(ROOT, 8, 0.9, "draft"), graph.add(ROOT, 8, 0.9, "draft"), graph.unroll().tokens.tolist()
-    (True, False, [7, 8])
+    Examples:
+        >>> graph = TokenGraph(7, GraphConfig(mode="graph"))
+        >>> graph.add(ROOT, 8, 0.9, "draft"), graph.add(ROOT, 8, 0.9, "draft"), graph.unroll().tokens.tolist()
+        (True, False, [7, 8])
     """
 
     def __init__(

@@ -69,15 +69,24 @@ STYLES = {"draft": "solid", "copied": "dotted", "merged": "dashed", "recycled": 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """The graphs of one answer. Steps count from 0 in every method.
+    """The graphs of one answer, made by `Pair.inspect`. Steps count from 0 in every method.
 
-    >>> report = GraphReport.of(steps, tokenizer.decode, prompt, config)  # doctest: +SKIP
-    >>> Path("answer.html").write_text(report.to_html(), encoding="utf-8")  # doctest: +SKIP
+    Attributes:
+        prompt: As it was given.
+        config: The settings of drafting.
+        facts: Whatever else should stand in the head of the page, by name.
+        steps: One record for each pass of the target.
+
+    Examples:
+        >>> report = pair.inspect("Name a colour.", max_new_tokens=8)
+        >>> page = report.to_html()
+        >>> GraphReport.from_json(report.to_json()).text == report.text
+        True
     """
 
     prompt: str
     config: dict[str, Setting]
-    facts: dict[str, Setting]  # whatever else should stand in the head of the page, by name
+    facts: dict[str, Setting]
     steps: list[StepRecord]
 
     @classmethod
@@ -97,14 +106,17 @@ class GraphReport:
 
     @property
     def text(self) -> str:
+        """The answer, special tokens included."""
         return "".join(token.text for step in self.steps for token in step.tokens)
 
     @property
     def tokens_by_source(self) -> Counter[str]:
+        """How many tokens were drafted, merged, copied, recycled, or the target's own."""
         return Counter(token.source for step in self.steps for token in step.tokens)
 
     @property
     def tokens_per_pass(self) -> float:
+        """New tokens per pass of the target."""
         return self.tokens_by_source.total() / max(1, len(self.steps))
 
     def to_json(self, indent: int | None = None) -> str:
@@ -114,6 +126,7 @@ class GraphReport:
 
     @classmethod
     def from_json(cls, document: str) -> GraphReport:
+        """A report that `to_json` wrote."""
         data: dict[str, Any] = json.loads(document)
         if data.get("schema") != SCHEMA or data.get("version") != VERSION:
             raise UsageError(f"this is not a report of {SCHEMA} version {VERSION}: write it again with `inspect`")
