@@ -42,7 +42,7 @@ def test_documents_have_the_figures_that_were_measured() -> None:
     assert {page: FIGURES["filled"](text) for page, text in texts.items()} == texts, "run python docs/figures.py"
 
 
-@pytest.mark.parametrize("page, begins", [("README.md", "| **draftgraph**"), ("docs/speed.md", "| **7B-cost")])
+@pytest.mark.parametrize("page, begins", [("README.md", "| **draftgraph"), ("docs/speed.md", "| **7B-cost")])
 def test_a_figure_that_was_changed_by_hand_is_noticed(page: str, begins: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith(begins))
