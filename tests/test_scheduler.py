@@ -160,7 +160,7 @@ def test_a_job_may_ask_for_a_mode_and_its_trace(scheduler):
         ({"config": {"cost": "flat"}}, "cost is not among"),
         ({"config": {"k": "two"}}, "k must be"),
         ({"logit_bias": {99: 1.0}}, "logit_bias has token 99"),
-        ({"grammar": {"type": "regex"}}, "'regex' is not known"),
+        ({"grammar": {"type": "xml"}}, "'xml' is not known"),
     ],
 )
 def test_wrong_jobs_are_refused_in_one_line(scheduler, wrong, message):
@@ -269,5 +269,5 @@ class TestGrammar:
     def test_a_schema_that_cannot_be_used_is_refused(self, speaking):
         scheduler = Scheduler(speaking, Limits(texts=2, slots=4096))
         for schema in ({"type": "nonsense"}, [1, 2]):
-            with pytest.raises(UsageError, match="JSON schema"):
+            with pytest.raises(UsageError, match="grammar"):
                 scheduler.submit(Job("a", (1, 2), grammar={"type": "json_schema", "schema": schema}))

@@ -21,7 +21,7 @@ from serve_tools import SERVE, SLOW, LiveServer, tokenizer, wait_until
 from draftgraph.serve import connections
 from draftgraph.serve.connections import affordable
 from draftgraph.serve.generation import LONG_BODY
-from draftgraph.serve.jobs import DEEPEST_SCHEMA, LONGEST_SCHEMA
+from draftgraph.serve.grammars import DEEPEST_SCHEMA, LONGEST_SCHEMA
 from draftgraph.serve.run import RepeatLimit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import weakref
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from draftgraph import private
+from draftgraph.batching.grammar import matcher_of
+from draftgraph.batching.guide import Guide
 from draftgraph.batching.job import Job
 from draftgraph.config import GraphConfig
 from draftgraph.errors import UsageError
@@ -30,7 +30,6 @@ RANGES = {
     "presence_penalty": (-100.0, 100.0),
     "frequency_penalty": (-100.0, 100.0),
 }
-vocabularies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of tokenizers, for grammars
 
 
 class CountPenalties(LogitsProcessor):
@@ -55,51 +54,6 @@ class Bias(LogitsProcessor):
         return scores.index_add(1, self.tokens.to(scores.device), self.values.to(scores)[None])
 
 
-class Grammar(LogitsProcessor):
-    """Answers that conform to a JSON schema: tokens that the grammar does not allow are impossible.
-
-    Asked along the accepted walk alone, so its state is always that of the true text. An answer may end only where
-    the grammar does: `ends` are the tokens that end it.
-    """
-
-    def __init__(self, matcher: Any, prompt_length: int, ends: frozenset[int]) -> None:
-        self.matcher, self.read, self.ends = matcher, prompt_length, sorted(ends)
-
-    @classmethod
-    def of(
-        cls, wanted: dict[str, Any], tokenizer: Any, prompt_length: int, vocabulary: int, ends: frozenset[int]
-    ) -> Grammar:
-        try:
-            from llguidance import LLMatcher
-            from llguidance.hf import from_tokenizer
-        except ImportError as error:
-            raise UsageError("response_format needs llguidance: pip install 'draftgraph[serve]'") from error
-        if wanted.get("type") not in ("json_schema", "json_object"):
-            raise UsageError(f"a grammar of type {wanted.get('type')!r} is not known: json_schema or json_object")
-        schema = wanted.get("schema") if wanted["type"] == "json_schema" else {"type": "object"}
-        if not isinstance(schema, dict | bool):
-            raise UsageError("a JSON schema must be an object")
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": True})
-        if tokenizer not in vocabularies:
-            vocabularies[tokenizer] = from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)))
-        matcher = LLMatcher(vocabularies[tokenizer], grammar)
-        if problem := matcher.get_error():
-            raise UsageError(f"the JSON schema cannot be used: {problem.strip().splitlines()[0]}")
-        return cls(matcher, prompt_length, ends)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        new = input_ids[0, self.read :].tolist()
-        self.read += len(new)
-        if new and not self.matcher.consume_tokens(new):
-            raise UsageError(f"the answer left its grammar: {self.matcher.get_error()}")
-        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little")[: scores.shape[1]].astype(bool)
-        seen = torch.zeros(scores.shape[1], dtype=torch.bool)
-        seen[: len(allowed)] = torch.from_numpy(allowed)
-        seen[self.ends] = self.matcher.is_accepting()
-        return scores.masked_fill(~seen.to(scores.device), -torch.inf)
-
-
 def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Request:
     """Raises a UsageError where the job asks for what cannot be."""
     ids = check_tokens(job.tokens, vocabulary)
@@ -112,7 +66,7 @@ def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Reques
         processors.append(Bias(job.logit_bias))
     if job.grammar is not None:
         ends = stop_ids_of(target) | set(job.stop_token_ids)
-        processors.append(Grammar.of(job.grammar, tokenizer, len(ids), vocabulary, ends))
+        processors.append(Guide(matcher_of(job.grammar, tokenizer, vocabulary), len(ids), ends))
     given: dict[str, Any] = {"max_new_tokens": max(1, job.max_tokens), "do_sample": job.temperature > 0}
     if job.temperature > 0:
         given |= {"temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p}

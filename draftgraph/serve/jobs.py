@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
-import re
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,7 +16,8 @@ from pydantic_core import from_json
 
 from draftgraph.batching.job import Job
 from draftgraph.serve.errors import ApiError, refusal
-from draftgraph.serve.schemas import SEEDS, ChatRequest, CompletionRequest, GenerationRequest, Message, ResponseFormat
+from draftgraph.serve.grammars import check_grammar, grammar_of
+from draftgraph.serve.schemas import SEEDS, ChatRequest, CompletionRequest, GenerationRequest, Message
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
 
@@ -29,9 +28,6 @@ NO_WINDOW = 1 << 20  # of a model that names none
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 AS_GIVEN = {"top_p", "min_p", *PENALTIES, "logit_bias", "stop_token_ids", "ignore_eos"}
 TEMPLATE_ARGUMENTS = ("add_generation_prompt", "continue_final_message", "documents")
-LONGEST_SCHEMA = 64 * 1024  # characters: the time to compile one grows with their square
-DEEPEST_SCHEMA = 1000  # levels, with its references followed: at 2000 llguidance overflows the stack
-REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
 T = TypeVar("T")
 
@@ -43,7 +39,7 @@ async def chat_jobs(body: ChatRequest, prompts: Prompts, maker: JobMaker) -> lis
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None and max_tokens < 1:
         raise refusal("max_tokens must be at least 1", "max_tokens")
-    grammar = await checked_grammar(body.response_format, prompts)
+    grammar = await prompts.grammar(body, maker.ready.vocabulary)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     tokens = await prompts.of_chat(body, maker.window)
     return maker.jobs(body, tokens, max_tokens, logprobs=alternatives, grammar=grammar)
@@ -59,7 +55,7 @@ async def completion_jobs(body: CompletionRequest, prompts: Prompts, maker: JobM
     max_tokens = NEW_TOKENS if body.max_tokens is None else body.max_tokens
     if not max_tokens and not body.echo:
         raise refusal("max_tokens must be at least 1, or 0 with echo", "max_tokens")
-    grammar = await checked_grammar(body.response_format, prompts)
+    grammar = await prompts.grammar(body, maker.ready.vocabulary)
     scores_prompt = body.echo and (body.logprobs is not None or not max_tokens)
     more = {"logprobs": body.logprobs, "prompt_logprobs": (body.logprobs or 0) if scores_prompt else None}
     jobs: list[Job] = []
@@ -76,7 +72,7 @@ class JobMaker:
     """Checks what depends on the server's settings and on the model."""
 
     def __init__(self, settings: ServerSettings, ready: Ready, tenant: str, prompt_field: str) -> None:
-        self._settings, self._ready, self._tenant = settings, ready, tenant
+        self._settings, self.ready, self._tenant = settings, ready, tenant
         self._prompt_field, self.window = prompt_field, window_of(ready, settings)
         self.seed = secrets.randbelow(SEEDS)
 
@@ -131,8 +127,8 @@ class JobMaker:
         return min(room, self._settings.max_tokens or room) if wanted is None else wanted
 
     def _check_tokens(self, tokens: Any, param: str) -> None:
-        if (highest := max(tokens, default=0)) >= self._ready.vocabulary:
-            raise refusal(f"token {highest} is not in the vocabulary of {self._ready.vocabulary}", param)
+        if (highest := max(tokens, default=0)) >= self.ready.vocabulary:
+            raise refusal(f"token {highest} is not in the vocabulary of {self.ready.vocabulary}", param)
 
 
 def window_of(ready: Ready, settings: ServerSettings) -> int:
@@ -149,43 +145,6 @@ def too_long(prompt: str, window: int, param: str) -> ApiError:
 def unknown_model(name: str, settings: ServerSettings) -> ApiError:
     message = f"there is no model {name!r} here: there is {settings.model_name!r}"
     return ApiError(404, message, param="model", code="model_not_found")
-
-
-async def checked_grammar(wanted: ResponseFormat | None, prompts: Prompts) -> dict[str, Any] | None:
-    """What the answer must conform to, in the engine's terms."""
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        grammar: dict[str, Any] = {"type": "json_object"}
-    elif wanted.json_schema is None:
-        raise refusal("response_format of type json_schema needs a json_schema", "response_format")
-    else:
-        grammar = {"type": "json_schema", "schema": wanted.json_schema.given}
-    await prompts.aside(lambda: check_schema(grammar.get("schema", {"type": "object"})))
-    return grammar
-
-
-def check_schema(schema: Any) -> None:
-    """Refuses one that cannot be followed, before it takes a place in the queue."""
-    try:
-        from llguidance import LLMatcher
-    except ImportError as error:
-        raise refusal("this server cannot follow a grammar: llguidance is not installed", "response_format") from error
-    text = json.dumps(schema)
-    if len(text) > LONGEST_SCHEMA or levels(schema) * (1 + len(set(REFERENCE.findall(text)))) > DEEPEST_SCHEMA:
-        raise refusal("the JSON schema is too large, or its references lead too deep", "response_format")
-    try:
-        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
-    except ValueError as error:
-        problem = str(error)
-    if problem:
-        raise refusal(f"the JSON schema cannot be used: {problem.strip().splitlines()[0]}", "response_format")
-
-
-def levels(value: Any) -> int:
-    """Of a JSON value that a body may have: those are not deep."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(levels, inner), default=0)
 
 
 class Prompts:
@@ -217,6 +176,12 @@ class Prompts:
         """What cannot fit even in the longest tokens is not tokenized: that would take seconds."""
         if characters > window * self._longest_token:
             raise too_long(f"{characters} characters", window, param)
+
+    async def grammar(self, request: GenerationRequest, vocabulary: int) -> dict[str, Any] | None:
+        """What the answer must conform to, checked."""
+        if (grammar := grammar_of(request)) is not None:
+            await self.aside(lambda: check_grammar(grammar, self.tokenizer, vocabulary))
+        return grammar
 
     async def aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

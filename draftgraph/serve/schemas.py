@@ -75,6 +75,16 @@ class Extension(Given):
         return self.model_dump(exclude={"trace"}, exclude_none=True)
 
 
+class Schema(Given):
+    name: str | None = None
+    given: Annotated[Annotated[JSONObject, OBJECT] | Annotated[bool, SWITCH], BY_TYPE] = Field(True, alias="schema")
+
+
+class ResponseFormat(Given):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
 class GenerationRequest(Given):
     """The fields that chats and completions share."""
 
@@ -99,6 +109,7 @@ class GenerationRequest(Given):
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = Field(None, description="Ignored")
     draftgraph: Extension | None = None
 
@@ -141,22 +152,11 @@ class Message(Given):
     )
 
 
-class Schema(Given):
-    name: str | None = None
-    given: Annotated[Annotated[JSONObject, OBJECT] | Annotated[bool, SWITCH], BY_TYPE] = Field(True, alias="schema")
-
-
-class ResponseFormat(Given):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
-
-
 class ChatRequest(GenerationRequest):
     messages: Annotated[Few[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    response_format: ResponseFormat | None = None
     tools: Few[JSONObject] | None = None
     tool_choice: Annotated[Text | Annotated[JSONObject, OBJECT], BY_TYPE] | None = None
     chat_template_kwargs: JSONObject | None = None
@@ -174,7 +174,6 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
