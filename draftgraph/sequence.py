@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.protocol import Engine, PassResult, Segment, common_prefix
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.generation import Request
+from draftgraph.graph import Bools, TokenTree
 from draftgraph.kernels.threads import torch_alone
 from draftgraph.noise import KeyedNoise
 from draftgraph.proposers.copying import Past, SuffixProposer
@@ -123,6 +124,14 @@ class Unlearnt:
     result: PassResult | None  # whose ranking is remembered
 
 
+@runtime_checkable
+class Guide(Protocol):
+    """A processor that knows of some tokens beforehand that it will not let them be chosen."""
+
+    def possible(self, text: list[int], tree: TokenTree) -> Bools:
+        """Nodes of a tree behind this text that may be chosen, with all before them."""
+
+
 class Sequence:
     """One text being continued."""
 
@@ -151,6 +160,7 @@ class Sequence:
         self.prompt_length = self._stats.prompt_tokens = len(self.text)
         sample = row % (request.config.num_return_sequences or 1) if sample is None else sample
         self.noise = KeyedNoise(seed, sample) if request.samples else None
+        self.guide = next((one for one in request.processors if isinstance(one, Guide)), None)
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None
         self.admitted: float | None = None  # when it first had contexts
@@ -274,8 +284,13 @@ class Sequence:
         self.policy.begin(self.text, 0 if cost is None else self._depth_limit())
 
     def grow(self, cost: CostModel) -> Growing[Hypotheses]:
-        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
-        return self.policy.grow(self.text, self._depth_limit(), cost)
+        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token, without what the
+        request's guide rules out."""
+        hypotheses = yield from self.policy.grow(self.text, self._depth_limit(), cost)
+        if self.guide is not None and len(hypotheses.tree) > 1:
+            tree = hypotheses.tree.only(self.guide.possible(self.text, hypotheses.tree))
+            hypotheses = replace(hypotheses, tree=tree)
+        return hypotheses
 
     def root_alone(self) -> Hypotheses:
         return root_alone(self.text, self.policy.limits)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from draftgraph.batching.grammar import check
+from draftgraph.graph import Bools, TokenTree
 
 
 class Guide(LogitsProcessor):
@@ -22,10 +23,26 @@ class Guide(LogitsProcessor):
     def __init__(self, matcher: Any, prompt_length: int, ends: frozenset[int]) -> None:
         self.matcher, self.read, self.ends = matcher, prompt_length, sorted(ends)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        new = input_ids[0, self.read :].tolist()
+    def possible(self, text: list[int], tree: TokenTree) -> Bools:
+        """Nodes of a tree behind this text that the grammar allows. Tokens that end an answer stay: whether it may end
+        is decided when they are chosen."""
+        self._read(text[self.read :])
+        kept, children = np.zeros(len(tree), dtype=bool), set(tree.parents.tolist())
+        kept[0] = True
+        for leaf in (node for node in range(1, len(tree)) if node not in children):
+            path = np.flatnonzero(tree.mask[leaf])[1:]
+            tokens = tree.tokens[path].tolist()
+            ends = tokens[-1] in self.ends
+            allowed = self.matcher.validate_tokens(tokens[:-1] if ends else tokens)
+            kept[path[: allowed + (ends and allowed == len(tokens) - 1)]] = True
+        return kept
+
+    def _read(self, new: list[int]) -> None:
         self.read += len(new)
         self.matcher.consume_tokens(new)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._read(input_ids[0, self.read :].tolist())
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         check(self.matcher)
         allowed = np.unpackbits(bits, bitorder="little")[: scores.shape[1]].astype(bool)

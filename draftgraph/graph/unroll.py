@@ -62,6 +62,13 @@ class TokenTree:
         tokens, parents, depths, kept = (array[:nodes] for array in arrays)
         return TokenTree(tokens, parents, depths, kept, self.scores[:nodes], self.sources[:nodes])
 
+    def only(self, kept: Bools) -> TokenTree:
+        """The tree of these nodes alone; the parents of each are among them."""
+        places = np.cumsum(kept) - 1
+        parents = np.where(self.parents[kept] < 0, self.parents[kept], places[self.parents[kept]])
+        sources = [source for source, stays in zip(self.sources, kept, strict=True) if stays]
+        return TokenTree(self.tokens[kept], parents, self.depths[kept], self.nodes[kept], self.scores[kept], sources)
+
 
 @compiled
 def ancestor_bits(parents: Ints, words: int) -> Ints:
