@@ -160,7 +160,7 @@ def test_a_job_may_ask_for_a_mode_and_its_trace(scheduler):
         ({"config": {"cost": "flat"}}, "cost is not among"),
         ({"config": {"k": "two"}}, "k must be"),
         ({"logit_bias": {99: 1.0}}, "logit_bias has token 99"),
-        ({"grammar": {"type": "xml"}}, "'xml' is not known"),
+        ({"grammar": {"type": "regex", "pattern": "a"}}, "that needs a fast tokenizer"),
     ],
 )
 def test_wrong_jobs_are_refused_in_one_line(scheduler, wrong, message):
@@ -266,8 +266,29 @@ class TestGrammar:
             found = json.loads(speaking.tokenizer.decode(tokens(told), skip_special_tokens=True))
             assert set(found) == {"name", "age"} and isinstance(found["age"], int) and len(found["name"]) <= 5
 
-    def test_a_schema_that_cannot_be_used_is_refused(self, speaking):
+    @pytest.mark.parametrize(
+        ("grammar", "message"),
+        [
+            ({"type": "xml"}, "'xml' is not known"),
+            ({"type": "json_schema", "schema": {"type": "nonsense"}}, "cannot be followed"),
+            ({"type": "json_schema", "schema": [1, 2]}, r"cannot be \[1, 2\]"),
+            ({"type": "choice", "choices": []}, r"cannot be \[\]"),
+            ({"type": "regex", "pattern": "(a"}, "invalid regex"),
+            ({"type": "lark", "grammar": "root ::= a"}, "Rule 'a' not found"),
+        ],
+    )
+    def test_a_grammar_that_cannot_be_used_is_refused(self, speaking, grammar, message):
         scheduler = Scheduler(speaking, Limits(texts=2, slots=4096))
-        for schema in ({"type": "nonsense"}, [1, 2]):
-            with pytest.raises(UsageError, match="grammar"):
-                scheduler.submit(Job("a", (1, 2), grammar={"type": "json_schema", "schema": schema}))
+        with pytest.raises(UsageError, match=message) as found:
+            scheduler.submit(Job("a", (1, 2), grammar=grammar))
+        assert "\n" not in str(found.value)
+
+    def test_a_grammar_that_fails_in_an_answer_is_the_fault_of_that_request_alone(self, speaking):
+        scheduler = Scheduler(speaking, Limits(texts=2, slots=4096))
+        endless = Job("a", (9, 10), grammar={"type": "json_schema", "schema": {"$ref": "#"}})
+        found = answers(scheduler, endless, Job("b", (9, 10), max_tokens=3))
+        assert found["a"][-1].error == {
+            "kind": "usage",
+            "message": "the grammar cannot be followed: no text conforms to it",
+        }
+        assert len(tokens(found["b"])) == 3

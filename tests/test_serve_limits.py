@@ -21,7 +21,6 @@ from serve_tools import SERVE, SLOW, LiveServer, tokenizer, wait_until
 from draftgraph.serve import connections
 from draftgraph.serve.connections import affordable
 from draftgraph.serve.generation import LONG_BODY
-from draftgraph.serve.grammars import DEEPEST_SCHEMA, LONGEST_SCHEMA
 from draftgraph.serve.run import RepeatLimit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -124,35 +123,6 @@ def test_a_large_body_is_refused_by_name_and_delays_nobody(server, path, fields,
     with watched(server):
         answer = post(server, path, content)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text[:300]
-
-
-def chain(count: int, levels: int) -> dict[str, Any]:
-    """A schema of references, each so many levels inside the one before it."""
-    links = {str(place): {"$ref": f"#/$defs/{place + 1}"} for place in range(count)}
-    for _ in range(levels):
-        links = {name: {"items": link} for name, link in links.items()}
-    return {"$defs": links | {str(count): {"type": "integer"}}, "$ref": "#/$defs/0"}
-
-
-def with_schema(schema: dict[str, Any]) -> str:
-    return json.dumps({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
-
-
-@pytest.mark.parametrize(("references", "levels"), [(10_000, 0), (80, 30)])
-def test_a_schema_that_would_overflow_the_stack_is_refused(server, references, levels):
-    answer = post(server, COMPLETIONS, with_schema(chain(references, levels)))
-    assert answer.status_code == 400 and "schema is too large" in answer.json()["error"]["message"]
-
-
-def test_a_schema_that_would_take_seconds_is_refused(server):
-    schema = {"properties": {f"field {place}": {"type": "string"} for place in range(LONGEST_SCHEMA // 30)}}
-    answer = post(server, COMPLETIONS, with_schema(schema))
-    assert answer.status_code == 400 and "schema is too large" in answer.json()["error"]["message"]
-
-
-def test_a_schema_with_many_references_is_followed(server):
-    answer = post(server, COMPLETIONS, with_schema(chain(DEEPEST_SCHEMA // 5, 0)))
-    assert answer.status_code == 200, answer.text
 
 
 def test_a_tool_call_with_deeply_nested_arguments_breaks_nothing(server):

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from draftgraph import private
-from draftgraph.batching.grammar import matcher_of
+from draftgraph.batching.grammar import matcher_of, vocabulary_of
 from draftgraph.batching.guide import Guide
 from draftgraph.batching.job import Job
 from draftgraph.config import GraphConfig
@@ -66,7 +66,7 @@ def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Reques
         processors.append(Bias(job.logit_bias))
     if job.grammar is not None:
         ends = stop_ids_of(target) | set(job.stop_token_ids)
-        processors.append(Guide(matcher_of(job.grammar, tokenizer, vocabulary), len(ids), ends))
+        processors.append(Guide(matcher_of(job.grammar, vocabulary_of(tokenizer, vocabulary)), len(ids), ends))
     given: dict[str, Any] = {"max_new_tokens": max(1, job.max_tokens), "do_sample": job.temperature > 0}
     if job.temperature > 0:
         given |= {"temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p}

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from draftgraph.batching.job import Job, Progress
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import failure
+from draftgraph.serve.grammars import Grammars
 from draftgraph.serve.jobs import Prompts
 from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.schemas import Finish, Usage
@@ -142,8 +143,9 @@ class Server:
 
     def __init__(self, settings: ServerSettings, engine: Engine, tokenizer: Any, metrics: Metrics) -> None:
         self.settings, self.engine, self.metrics = settings, engine, metrics
-        self.prompts, self.names = Prompts(tokenizer), TokenNames(tokenizer)
-        self._long_prompts = Prompts(tokenizer)
+        grammars = Grammars(tokenizer)
+        self.prompts, self.names = Prompts(tokenizer, grammars), TokenNames(tokenizer)
+        self._long_prompts = Prompts(tokenizer, grammars)
 
     def prompts_of(self, request: Request) -> Prompts:
         """Long texts have a thread of their own, so that short ones do not wait for them."""

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from draftgraph.batching.job import Job
 from draftgraph.serve.errors import ApiError, refusal
-from draftgraph.serve.grammars import check_grammar, grammar_of
+from draftgraph.serve.grammars import Grammars
 from draftgraph.serve.schemas import SEEDS, ChatRequest, CompletionRequest, GenerationRequest, Message
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
@@ -39,7 +39,7 @@ async def chat_jobs(body: ChatRequest, prompts: Prompts, maker: JobMaker) -> lis
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None and max_tokens < 1:
         raise refusal("max_tokens must be at least 1", "max_tokens")
-    grammar = await prompts.grammar(body, maker.ready.vocabulary)
+    grammar = await prompts.grammars.of(body, body.choices)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     tokens = await prompts.of_chat(body, maker.window)
     return maker.jobs(body, tokens, max_tokens, logprobs=alternatives, grammar=grammar)
@@ -55,7 +55,7 @@ async def completion_jobs(body: CompletionRequest, prompts: Prompts, maker: JobM
     max_tokens = NEW_TOKENS if body.max_tokens is None else body.max_tokens
     if not max_tokens and not body.echo:
         raise refusal("max_tokens must be at least 1, or 0 with echo", "max_tokens")
-    grammar = await prompts.grammar(body, maker.ready.vocabulary)
+    grammar = await prompts.grammars.of(body, body.choices * len(body.prompts))
     scores_prompt = body.echo and (body.logprobs is not None or not max_tokens)
     more = {"logprobs": body.logprobs, "prompt_logprobs": (body.logprobs or 0) if scores_prompt else None}
     jobs: list[Job] = []
@@ -72,7 +72,7 @@ class JobMaker:
     """Checks what depends on the server's settings and on the model."""
 
     def __init__(self, settings: ServerSettings, ready: Ready, tenant: str, prompt_field: str) -> None:
-        self._settings, self.ready, self._tenant = settings, ready, tenant
+        self._settings, self._ready, self._tenant = settings, ready, tenant
         self._prompt_field, self.window = prompt_field, window_of(ready, settings)
         self.seed = secrets.randbelow(SEEDS)
 
@@ -127,8 +127,8 @@ class JobMaker:
         return min(room, self._settings.max_tokens or room) if wanted is None else wanted
 
     def _check_tokens(self, tokens: Any, param: str) -> None:
-        if (highest := max(tokens, default=0)) >= self.ready.vocabulary:
-            raise refusal(f"token {highest} is not in the vocabulary of {self.ready.vocabulary}", param)
+        if (highest := max(tokens, default=0)) >= self._ready.vocabulary:
+            raise refusal(f"token {highest} is not in the vocabulary of {self._ready.vocabulary}", param)
 
 
 def window_of(ready: Ready, settings: ServerSettings) -> int:
@@ -150,8 +150,8 @@ def unknown_model(name: str, settings: ServerSettings) -> ApiError:
 class Prompts:
     """A tokenizer with a thread of its own: a long text must not hold up the streams of others."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, grammars: Grammars) -> None:
+        self.tokenizer, self.grammars = tokenizer, grammars
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
@@ -176,12 +176,6 @@ class Prompts:
         """What cannot fit even in the longest tokens is not tokenized: that would take seconds."""
         if characters > window * self._longest_token:
             raise too_long(f"{characters} characters", window, param)
-
-    async def grammar(self, request: GenerationRequest, vocabulary: int) -> dict[str, Any] | None:
-        """What the answer must conform to, checked."""
-        if (grammar := grammar_of(request)) is not None:
-            await self.aside(lambda: check_grammar(grammar, self.tokenizer, vocabulary))
-        return grammar
 
     async def aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -50,6 +50,15 @@ def few_biases(biases: Any) -> Any:
     return biases
 
 
+def refuse(value: Any) -> None:
+    if value:
+        raise ValueError("this is not supported: leave it out")
+
+
+JSONSchema = Annotated[Text | Annotated[JSONObject, OBJECT] | Annotated[bool, SWITCH], BY_TYPE]
+Refused = Annotated[None, BeforeValidator(refuse)]  # what would change the answer
+
+
 class Given(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -83,6 +92,21 @@ class Schema(Given):
 class ResponseFormat(Given):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
+    given: JSONSchema | None = Field(None, alias="schema", description="Of a json_object, as llama.cpp has it")
+
+
+class StructuredOutputs(Given):
+    """As vLLM has it: one of the first five."""
+
+    given: JSONSchema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Few[str] | None = None
+    grammar: str | None = Field(None, description="In Lark or GBNF")
+    json_object: bool | None = None
+    structural_tag: Refused = None
+    whitespace_pattern: Refused = None
+    disable_any_whitespace: Refused = None
+    disable_additional_properties: Refused = None
 
 
 class GenerationRequest(Given):
@@ -110,6 +134,16 @@ class GenerationRequest(Given):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JSONSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Few[str] | None = None
+    guided_grammar: str | None = Field(None, description="In Lark or GBNF")
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: Refused = None
+    structural_tag: Refused = None
+    grammar: str | None = Field(None, description="In GBNF or Lark, as llama.cpp has it")
+    json_schema: JSONSchema | None = Field(None, description="As llama.cpp has it")
     user: str | None = Field(None, description="Ignored")
     draftgraph: Extension | None = None
 
