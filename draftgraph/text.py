@@ -27,15 +27,18 @@ def encode(tokenizer: Any, prompt: str | Messages, raw: bool = False) -> list[in
     return list(ids)
 
 
-def decode(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decode(tokenizer: Any, ids: list[int], dropped: frozenset[int] | None = None) -> str:
+    """Without these tokens, or without any special token."""
+    if dropped is not None:
+        ids = [id for id in ids if id not in dropped]
+    return str(tokenizer.decode(ids, skip_special_tokens=dropped is None, clean_up_tokenization_spaces=False))
 
 
 class TextStream:
     """Text of tokens as they come. A character that needs several tokens comes whole, or with the last of them."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, dropped: frozenset[int] | None = None) -> None:
+        self._tokenizer, self._dropped = tokenizer, dropped
         self._ids: list[int] = []
         self._context = 0  # decoding starts here, so that spaces between words are right
         self._shown = 0
@@ -43,8 +46,8 @@ class TextStream:
     def push(self, tokens: list[int], last: bool = False) -> str:
         """The text that these tokens complete."""
         self._ids.extend(tokens)
-        before = decode(self._tokenizer, self._ids[self._context : self._shown])
-        now = decode(self._tokenizer, self._ids[self._context :])
+        before = decode(self._tokenizer, self._ids[self._context : self._shown], self._dropped)
+        now = decode(self._tokenizer, self._ids[self._context :], self._dropped)
         if now == before or (now.endswith(HALF_A_CHARACTER) and not last):
             return ""
         self._context, self._shown = self._shown, len(self._ids)

@@ -1,5 +1,6 @@
 """What an answer's text is made of: reasoning, content and tool calls, whole and in pieces of any size."""
 
+import itertools
 import json
 
 import pytest
@@ -109,7 +110,7 @@ def parsed(parser, pieces):
     """Content, reasoning and calls, put together as a client would."""
     content = reasoning = ""
     calls = []
-    for found in [*map(parser.push, pieces), parser.finish()]:
+    for found in [*map(parser.push, pieces), parser.push("", last=True)]:
         content, reasoning = content + found.content, reasoning + found.reasoning
         for one in found.calls:
             if one.name is not None:
@@ -128,7 +129,7 @@ def read(family, answer, pieces=None, **more):
 
 def cut(text, places):
     edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -177,7 +178,7 @@ def test_the_name_comes_first_and_arguments_as_they_are_written():
     (second,) = parser.push(": 1").calls
     assert (second.name, second.id, second.index, second.arguments) == (None, None, 0, ": 1")
     assert [one.arguments for one in parser.push("}}").calls] == ["}"]
-    assert parser.push("</tool_call>").calls == [] and parser.finish().content == ""
+    assert parser.push("</tool_call>").calls == [] and parser.push("", last=True).content == ""
 
 
 def test_text_that_cannot_be_a_call_is_not_held_back():

@@ -16,7 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from draftgraph.batching.job import Job
 from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, json_bytes
+from draftgraph.serve.formats import ToolUse
 from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
+from draftgraph.serve.parsing import AnswerParser, CallDelta
 from draftgraph.serve.schemas import ChatRequest, CompletionLogprobs, CompletionRequest, GenerationRequest
 from draftgraph.serve.text import AnswerText, TokenNames
 from draftgraph.text import decode
@@ -37,9 +39,13 @@ class Form(ABC):
     scores_prompts = False  # which takes tens of microseconds for each of their tokens
 
     def __init__(self, server: Server, body: GenerationRequest, jobs: Sequence[Job]) -> None:
-        self.generation = Generation(server, self.prefix, jobs, body.stops)
-        self._answers = list(self.generation.answers.values())
         self._server, self._body = server, body
+        self.generation = Generation(server, self.prefix, jobs, body.stops, self._parser)
+        self._answers = list(self.generation.answers.values())
+
+    def _parser(self, job: Job) -> AnswerParser | None:
+        """Of an answer that is not all content."""
+        return None
 
     @abstractmethod
     def _choice(self, deltas: list[Delta]) -> Body: ...
@@ -88,19 +94,27 @@ class ChatForm(Form):
             for answer in self._answers
         ]
 
+    def _parser(self, job: Job) -> AnswerParser | None:
+        return self._server.formats.parser(job.tokens, ToolUse.of(self._body), whole=not self._body.stream)
+
     def _choice(self, deltas: list[Delta]) -> Body:
-        text = "".join(delta.text for delta in deltas)
+        calls = [call for delta in deltas for call in delta.calls]
+        said = spoken("".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas))
+        message: Body = {"role": "assistant", "content": None if calls else "", "refusal": None} | said
+        if calls:
+            message["tool_calls"] = whole_calls(calls)
         return {
             "index": deltas[-1].index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(deltas),
             "finish_reason": deltas[-1].finish_reason or "stop",
         }
 
     def _event_choice(self, delta: Delta) -> Body:
+        calls = {"tool_calls": list(map(call_event, delta.calls))} if delta.calls else {}
         return {
             "index": delta.index,
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": spoken(delta.text, delta.reasoning) | calls,
             "logprobs": self._logprobs([delta]),
             "finish_reason": delta.finish_reason,
         }
@@ -165,6 +179,27 @@ class CompletionForm(Form):
             text.push(token)
             scores.append(TokenScore.of(token, found, start, text.length))
         return scores
+
+
+def spoken(content: str, reasoning: str) -> Body:
+    said = {"reasoning_content": reasoning, "content": content}
+    return {name: text for name, text in said.items() if text}
+
+
+def call_event(call: CallDelta) -> Body:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def whole_calls(pieces: Sequence[CallDelta]) -> list[Body]:
+    calls: list[Body] = []
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        calls[-1]["function"]["arguments"] += piece.arguments
+    return calls
 
 
 def chat_logprobs(scores: Sequence[TokenScore], names: TokenNames) -> Body:

@@ -102,7 +102,7 @@ def generation_routes(server: Server) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ERRORS | STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
-        jobs = await chat_jobs(body, server.prompts_of(request), maker(request, body, "messages"))
+        jobs = await chat_jobs(body, server.prompts_of(request), maker(request, body, "messages"), server.formats)
         return await respond(request, ChatForm(server, body, jobs), bool(body.stream), settings.deadline)
 
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS | STREAM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +15,11 @@ from starlette.requests import Request
 from draftgraph.batching.job import Job, Progress
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import failure
+from draftgraph.serve.formats import AnswerFormats
 from draftgraph.serve.grammars import Grammars
 from draftgraph.serve.jobs import Prompts
 from draftgraph.serve.metrics import Metrics
+from draftgraph.serve.parsing import AnswerParser, CallDelta
 from draftgraph.serve.schemas import Finish, Usage
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.text import AnswerText, TokenNames
@@ -49,23 +51,34 @@ class Delta:
     """What one step adds to an answer."""
 
     index: int
-    text: str = ""
+    text: str = ""  # content
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     finish_reason: Finish | None = None
     trace: dict[str, Any] | None = None
 
     @property
     def is_worth_sending(self) -> bool:
-        return bool(self.text or self.scores or self.finish_reason or self.trace)
+        said = self.text or self.reasoning or self.calls
+        return bool(said or self.scores or self.finish_reason or self.trace)
 
 
 class Answer:
     """Follows one job."""
 
-    def __init__(self, index: int, job: Job, names: TokenNames, tokenizer: Any, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        job: Job,
+        names: TokenNames,
+        tokenizer: Any,
+        stops: Sequence[str],
+        parser: AnswerParser | None = None,
+    ) -> None:
         self.index, self.job = index, job
-        self._names = names
-        self._text = AnswerText(tokenizer, stops)
+        self._names, self._parser = names, parser
+        self._text = AnswerText(tokenizer, stops, parser.dropped if parser else None)
         self._scores: list[TokenScore] = []  # not sent yet
         self._started = time.monotonic()
         self.first_token_seconds: float | None = None
@@ -91,11 +104,19 @@ class Answer:
             self.finish_reason = "length" if progress.finish_reason == "length" else "stop"
         if self._text.stopped:
             self.finish_reason = "stop"
+        if self._parser is not None:
+            self._parse(delta, self._parser)
         delta.finish_reason = self.finish_reason
         delta.scores = self._ready_scores()
         if self.job.trace:
             delta.trace = self._trace(progress, texts)
         return delta
+
+    def _parse(self, delta: Delta, parser: AnswerParser) -> None:
+        found = parser.push(delta.text, last=self.finish_reason is not None)
+        delta.text, delta.reasoning, delta.calls = found.content, found.reasoning, found.calls
+        if self.finish_reason == "stop" and parser.has_calls:
+            self.finish_reason = "tool_calls"
 
     def _take_tokens(self, progress: Progress) -> list[str]:
         """The text that can be shown after each of them; none after a stop string."""
@@ -146,6 +167,7 @@ class Server:
         grammars = Grammars(tokenizer)
         self.prompts, self.names = Prompts(tokenizer, grammars), TokenNames(tokenizer)
         self._long_prompts = Prompts(tokenizer, grammars)
+        self.formats = AnswerFormats(settings, tokenizer)
 
     def prompts_of(self, request: Request) -> Prompts:
         """Long texts have a thread of their own, so that short ones do not wait for them."""
@@ -155,13 +177,21 @@ class Server:
 class Generation:
     """The answers to one request, in the order of its prompts."""
 
-    def __init__(self, server: Server, kind: str, jobs: Sequence[Job], stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        kind: str,
+        jobs: Sequence[Job],
+        stops: Sequence[str],
+        parser: Callable[[Job], AnswerParser | None] = lambda job: None,
+    ) -> None:
         self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
         self._server = server
         self._jobs = jobs
         self._started = time.monotonic()
         self.answers = {
-            job.id: Answer(index, job, server.names, server.prompts.tokenizer, stops) for index, job in enumerate(jobs)
+            job.id: Answer(index, job, server.names, server.prompts.tokenizer, stops, parser(job))
+            for index, job in enumerate(jobs)
         }
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from pydantic_core import from_json
 
 from draftgraph.batching.job import Job
 from draftgraph.serve.errors import ApiError, refusal
-from draftgraph.serve.grammars import Grammars
+from draftgraph.serve.formats import AnswerFormats, ToolUse
+from draftgraph.serve.grammars import Grammars, grammar_of
 from draftgraph.serve.schemas import SEEDS, ChatRequest, CompletionRequest, GenerationRequest, Message
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
@@ -32,16 +34,21 @@ ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not k
 T = TypeVar("T")
 
 
-async def chat_jobs(body: ChatRequest, prompts: Prompts, maker: JobMaker) -> list[Job]:
+async def chat_jobs(body: ChatRequest, prompts: Prompts, maker: JobMaker, formats: AnswerFormats) -> list[Job]:
     maker.check(body)
+    use = ToolUse.of(body)
+    formats.check(use)
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs needs logprobs: true", "top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None and max_tokens < 1:
         raise refusal("max_tokens must be at least 1", "max_tokens")
-    grammar = await prompts.grammars.of(body, body.choices)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     tokens = await prompts.of_chat(body, maker.window)
+    field, content = grammar_of(body) or ("tools", None)
+    grammar = await prompts.aside(lambda: formats.grammar(tokens, use, content))
+    if grammar is not None:
+        await prompts.grammars.check(grammar, field, body.choices)
     return maker.jobs(body, tokens, max_tokens, logprobs=alternatives, grammar=grammar)
 
 
@@ -182,7 +189,11 @@ class Prompts:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
-    return list(tokenizer.apply_chat_template(messages, **arguments, return_dict=True)["input_ids"])
+    try:
+        return list(tokenizer.apply_chat_template(messages, **arguments, return_dict=True)["input_ids"])
+    except TypeError:  # templates such as DeepSeek's add the arguments of calls to text
+        as_text = [message | called(message, textual) for message in messages]
+        return list(tokenizer.apply_chat_template(as_text, **arguments, return_dict=True)["input_ids"])
 
 
 def template_arguments(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
@@ -191,20 +202,16 @@ def template_arguments(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
     if taken := own & given.keys():
         raise refusal(f"chat_template_kwargs may not set {sorted(taken)[0]}", "chat_template_kwargs")
     tools = None if request.tool_choice == "none" else request.tools
-    if request.tool_choice not in (None, "none", "auto"):
-        raise refusal("tool_choice can be auto or none: a call cannot be forced", "tool_choice")
     defaults = {"add_generation_prompt": not given.get("continue_final_message")}
     return {"tools": tools or None} | defaults | given
 
 
 def template_message(message: Message, place: int) -> dict[str, Any]:
     """A message as chat templates know it: its content one text, arguments of calls as objects."""
-    found = message.model_dump()
+    found = message.model_dump(exclude_none=True)
     found["role"] = ROLES.get(message.role, message.role)
     found["content"] = message_text(message, f"messages.{place}.content")
-    if isinstance(calls := found.get("tool_calls"), list):
-        found["tool_calls"] = [template_call(call) for call in calls]
-    return found
+    return found | called(found, from_json)
 
 
 def message_text(message: Message, param: str) -> str:
@@ -216,8 +223,18 @@ def message_text(message: Message, param: str) -> str:
     return "\n".join(part.get("text") or "" for part in message.content)
 
 
-def template_call(call: Any) -> Any:
+def called(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The message's tool calls, with their arguments changed where they can be."""
+    calls = message.get("tool_calls")
+    return {"tool_calls": [changed_call(call, change) for call in calls]} if isinstance(calls, list) else {}
+
+
+def changed_call(call: Any, change: Callable[[Any], Any]) -> Any:
     with contextlib.suppress(KeyError, TypeError, ValueError):
         function = call["function"]
-        return call | {"function": function | {"arguments": from_json(function["arguments"])}}
+        return call | {"function": function | {"arguments": change(function["arguments"])}}
     return call
+
+
+def textual(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -211,8 +211,10 @@ class AnswerParser:
         thinking: bool = False,  # the prompt has opened the tag
         whole: bool = False,
         most_calls: int | None = None,
-        hidden: frozenset[str] = frozenset(),  # special tokens, kept in the text for their meaning
+        hidden: frozenset[str] = frozenset(),  # special tokens that the text has for their meaning
+        dropped: frozenset[int] | None = None,  # special tokens that it does not have; None: all of them
     ) -> None:
+        self.dropped = dropped
         self._calls, self._tags, self._thinking = calls, tags, thinking
         pattern = regex.compile("|".join(map(regex.escape, sorted(hidden)))) if hidden else None
         self._scan = Scan(whole, most_calls, pattern, calls.new_id if calls else str)
@@ -222,16 +224,12 @@ class AnswerParser:
     def has_calls(self) -> bool:
         return self._scan.calls > 0
 
-    def push(self, text: str) -> Parsed:
+    def push(self, text: str, last: bool = False) -> Parsed:
         self._scan.text += text
+        self._scan.ended = last
         next(self._reading, None)
         found, self._scan.found = self._scan.found, Parsed()
         return found
-
-    def finish(self) -> Parsed:
-        """The rest: no more text will come."""
-        self._scan.ended = True
-        return self.push("")
 
     def _read(self) -> Wait[None]:
         scan = self._scan

@@ -20,7 +20,7 @@ T = TypeVar("T")
 JSONObject = dict[str, Any]
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error, not one for each element
 Few = Annotated[list[T], Field(fail_fast=True, max_length=MOST_ELEMENTS)]
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 Count = Annotated[int, Field(ge=0, le=WHOLE)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Small = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
@@ -193,6 +193,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Alternatives | None = None
     tools: Few[JSONObject] | None = None
     tool_choice: Annotated[Text | Annotated[JSONObject, OBJECT], BY_TYPE] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: JSONObject | None = None
 
 
@@ -247,10 +248,23 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):

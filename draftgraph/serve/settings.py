@@ -35,6 +35,10 @@ class ServerSettings:
     temperature: float = 1.0  # as OpenAI has it
     max_tokens: int | None = None  # of a chat; None: as many as the context window has room for
 
+    # how the model writes what is no content: a name, "auto" or "none"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
     # what a request may ask for
     max_model_len: int | None = None  # None: the model's context window
     max_body: int = 4 * MEBIBYTE

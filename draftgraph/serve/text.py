@@ -20,8 +20,8 @@ class AnswerText:
     Which stop string is the first does not depend on how many tokens come at once.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._stream, self._stops = TextStream(tokenizer), stops
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), dropped: frozenset[int] | None = None) -> None:
+        self._stream, self._stops = TextStream(tokenizer, dropped), stops
         self._silent = 0  # tokens in a row that gave no text
         self._held = ""  # may yet be the beginning of a stop string
         self.length = 0  # characters so far, those held back included
