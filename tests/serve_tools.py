@@ -220,10 +220,10 @@ def failed(id: str, kind: str, message: str) -> dict[str, Any]:
     return {"id": id, "finish_reason": "error", "error": {"kind": kind, "message": message}}
 
 
-def fake_engine(texts: int, waiting: int, faulty: bool, descriptor: int) -> None:
+def fake_engine(texts: int, waiting: int, faulty: bool, window: int, descriptor: int) -> None:
     """What `engine_process.main` does, with the fake."""
     connection = socket.socket(fileno=descriptor)
-    ready = {"model": "fake", "context_window": WINDOW, "vocabulary": FakeScheduler.vocabulary, "draft": True}
+    ready = {"model": "fake", "context_window": window, "vocabulary": FakeScheduler.vocabulary, "draft": True}
 
     def serve() -> None:
         Loop(connection, FakeScheduler(texts, waiting, faulty), FakeJob).run(ready)
@@ -231,8 +231,9 @@ def fake_engine(texts: int, waiting: int, faulty: bool, descriptor: int) -> None
     os._exit(reporting_faults(connection, serve))
 
 
-def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True) -> list[str]:
-    code = f"import serve_tools, sys; serve_tools.fake_engine({texts}, {waiting}, {faulty}, int(sys.argv[1]))"
+def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True, window: int = WINDOW) -> list[str]:
+    given = f"{texts}, {waiting}, {faulty}, {window}"
+    code = f"import serve_tools, sys; serve_tools.fake_engine({given}, int(sys.argv[1]))"
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
 
 

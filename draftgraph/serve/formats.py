@@ -57,12 +57,20 @@ def function_of(tool: JSONObject, place: int) -> tuple[str, Any]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise refusal(f"tools.{place} is not of type function: functions are what can be called", "tools")
-    name, schema = function.get("name"), function.get("parameters") or NO_ARGUMENTS
+    name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not regex.fullmatch(r"[\w.:-]{1,128}", name):
         raise refusal(f"tools.{place}.function.name must be up to 128 letters, digits, _ . : or -", "tools")
-    if not isinstance(schema, dict):
-        raise refusal(f"tools.{place}.function.parameters must be a JSON schema", "tools")
-    return name, schema
+    if schema is None or schema == {}:
+        return name, NO_ARGUMENTS
+    if not is_of_objects(schema):
+        raise refusal(f"tools.{place}.function.parameters must be a JSON schema of objects", "tools")
+    return name, {"type": "object"} | schema
+
+
+def is_of_objects(schema: Any) -> bool:
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        return False
+    return isinstance(schema.get("properties", {}), dict) and isinstance(schema.get("required", []), list)
 
 
 class AnswerFormats:
