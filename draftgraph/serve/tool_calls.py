@@ -20,6 +20,8 @@ from draftgraph.serve.parsing import CallFormat, Match, Pattern, Scan, Wait
 SPACE = r"(?<!\s)\s*"  # all that there is: a search must not begin again in the middle of it
 HEAD = regex.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 REST = regex.compile(r'(?:\s*,\s*"\w+"\s*:\s*"[^"]*")*\s*\}')  # of a call behind its arguments
+# Where any space is allowed, a small model may go on with it forever.
+AS_PYTHON_WRITES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PYTHON_NAMES = {"true": True, "false": False, "null": None}
 Schemas = Mapping[str, Any]  # of arguments, by the names of functions
 Write = Callable[[str], str]  # a text, some of which may be special tokens, as a part of a Lark rule
@@ -84,7 +86,7 @@ class JSONCalls:
         return [
             f"calls: {write(self.around[0])} call {more} {write(self.around[1])}",
             f"call: {' | '.join(calls)}",
-            *(f"arguments_{place}: %json {json.dumps(schema)}" for place, schema in enumerate(schemas.values())),
+            *(f"arguments_{place}: {json_rule(schema)}" for place, schema in enumerate(schemas.values())),
         ]
 
 
@@ -120,7 +122,7 @@ class PythonicCalls:
             lines.append(f'call_{place}: {json.dumps(name + "(")} {self._keywords(schema, place)} ")"')
             definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             lines += [
-                f"value_{place}_{number}: %json {json.dumps(definitions | value if isinstance(value, dict) else value)}"
+                f"value_{place}_{number}: {json_rule(value, definitions)}"
                 for number, value in enumerate(schema.get("properties", {}).values())
             ]
         return lines
@@ -137,6 +139,12 @@ class PythonicCalls:
             return ' ", " '.join(required) + " " + tails[0]
         firsts = [f"{one} {tail}" for one, tail in zip(optional, tails[1:], strict=True)]
         return f"({' | '.join(firsts)})?" if firsts else ""
+
+
+def json_rule(schema: Any, definitions: Mapping[str, Any] | None = None) -> str:
+    if isinstance(schema, dict):
+        schema = {**(definitions or {}), **schema, "x-guidance": AS_PYTHON_WRITES}
+    return f"%json {json.dumps(schema)}"
 
 
 def json_object(text: str) -> dict[str, Any] | None:
