@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftgraph import GraphConfig
 from draftgraph.batching import Job, Limits, Progress, Scheduler
-from draftgraph.batching.grammar import matcher_of, vocabulary_of
+from draftgraph.batching.grammar import matcher_of
 from draftgraph.batching.guide import Guide
 from draftgraph.config import Mode
 from draftgraph.graph import TokenTree
@@ -128,7 +128,7 @@ def test_answers_conform_and_are_those_of_plain_decoding(pair: Pair, scheduler: 
             assert conforms(tokenizer.decode(tokens[0], skip_special_tokens=True), grammar), grammar
         else:
             assert end.finish_reason == "length", end
-            matcher = matcher_of(grammar, vocabulary_of(tokenizer, scheduler.vocabulary))
+            matcher = matcher_of(grammar, tokenizer, scheduler.vocabulary)
             assert matcher.validate_tokens(tokens[0]) == len(tokens[0]), grammar
 
 
@@ -139,9 +139,7 @@ def test_what_the_grammar_forbids_is_not_checked(pair: Pair) -> None:
     tokens, parents = np.array([one, two, letter, two, letter, end, two]), np.array([-1, 0, 0, 1, 1, 3, 2])
     depths = np.array([0, 1, 1, 2, 2, 3, 2])
     tree = TokenTree(tokens, parents, depths, np.arange(7), np.ones(7), ["root", *["draft"] * 6])
-    guide = Guide(
-        matcher_of({"type": "regex", "pattern": "[0-9]{3,4}"}, vocabulary_of(tokenizer, 320)), 1, frozenset([end])
-    )
+    guide = Guide(matcher_of({"type": "regex", "pattern": "[0-9]{3,4}"}, tokenizer, 320), 1, frozenset([end]))
     kept = guide.possible([letter, one], tree)
     assert kept.tolist() == [True, True, False, True, False, True, False]
     cut = tree.only(kept)

@@ -206,11 +206,93 @@ def test_jobs_travel_as_json():
         "a", (1, 2), logit_bias={3: 1.5}, stop_token_ids=(4,), config={"mode": "off"}, grammar={"type": "json_object"}
     )
     assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
+    job = Job("b", (1, 2), allowed_token_ids=(3, 5), bad_words=((3, 5), (5,)), min_tokens=2, cache_salt="s")
+    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
     with pytest.raises(UsageError, match="no field 'colour'"):
         Job.from_dict({"id": "a", "tokens": [1], "colour": "red"})
 
 
+class TestRestrictions:
+    """`min_tokens`, `bad_words` and `allowed_token_ids`, over all modes."""
+
+    PROMPT = (1, 2, 3, 4) * 5
+    SAMPLING = pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+
+    def told(self, scheduler, mode="off", **given):
+        job = Job("a", self.PROMPT, **{"max_tokens": 40, "config": {"mode": mode}} | given)
+        return answers(scheduler, job)["a"]
+
+    def in_all_modes(self, scheduler, **given):
+        """The tokens of mode off, which all modes have given."""
+        modes = ("off", "auto", "graph", "tree", "chain")
+        found = {mode: tokens(self.told(scheduler, mode, **given)) for mode in modes}
+        assert all(one == found["off"] for one in found.values()), found
+        return found["off"]
+
+    @SAMPLING
+    def test_no_token_ends_an_answer_before_min_tokens(self, scheduler, sampling):
+        plain = tokens(self.told(scheduler, **sampling))
+        ends = tuple(set(plain[:6]))
+        assert len(tokens(self.told(scheduler, stop_token_ids=ends, **sampling))) == 1
+        found = self.in_all_modes(scheduler, stop_token_ids=ends, min_tokens=9, max_tokens=200, **sampling)
+        assert len(found) >= 10 and not set(found[:-1]) & set(ends)
+        assert found[-1] in ends or not sampling  # greedy, what follows another beginning may have none
+
+    def test_the_models_own_end_is_held_back_too(self, pair, scheduler):
+        pair.target.generation_config.eos_token_id = tokens(self.told(scheduler))[0]
+        try:
+            assert len(tokens(self.told(scheduler))) == 1
+            assert len(self.in_all_modes(scheduler, min_tokens=7)) >= 8
+        finally:
+            pair.target.generation_config.eos_token_id = None
+
+    @SAMPLING
+    def test_bad_words_never_occur(self, scheduler, sampling):
+        plain = tokens(self.told(scheduler, **sampling))
+        words = ((plain[2],), (plain[0], plain[1]), tuple(plain[5:8]))
+        found = self.in_all_modes(scheduler, bad_words=words, **sampling)
+        assert plain[2] not in found and len(found) == 40
+        for word in words:
+            assert all(tuple(found[place : place + len(word)]) != word for place in range(len(found)))
+
+    def test_a_bad_word_begins_in_the_answer_and_is_forbidden_at_its_last_token_only(self, scheduler):
+        plain = tokens(self.told(scheduler))
+        across = ((self.PROMPT[-1], plain[0]),)
+        assert self.in_all_modes(scheduler, bad_words=across)[0] == plain[0]
+        assert self.in_all_modes(scheduler, bad_words=((plain[0], plain[1]),))[0] == plain[0]
+
+    @SAMPLING
+    def test_other_tokens_than_the_allowed_never_occur(self, scheduler, sampling):
+        allowed = tuple(sorted({*range(VOCAB)} - set(tokens(self.told(scheduler, **sampling))[:4])))
+        found = self.in_all_modes(scheduler, allowed_token_ids=allowed, **sampling)
+        assert set(found) <= set(allowed) and len(found) == 40
+
+    def test_an_answer_with_no_token_left_is_refused(self, scheduler):
+        told = self.told(scheduler, allowed_token_ids=(5,), bad_words=((5, 5),))
+        assert tokens(told) == [5] and told[-1].error["kind"] == "usage"
+        assert "leave no token" in told[-1].error["message"]
+
+    def test_a_grammar_that_ends_ends_the_answer(self, speaking):
+        scheduler = Scheduler(speaking, Limits(texts=2, slots=4096), GraphConfig(cost="flat"))
+        grammar = {"type": "json_schema", "schema": {"const": True}}
+        ends = tuple(speaking.tokenizer.convert_tokens_to_ids(["<|end|>"]))
+        job = Job("a", (1, 2), max_tokens=50, min_tokens=40, stop_token_ids=ends, grammar=grammar)
+        told = answers(scheduler, job)["a"]
+        assert told[-1].finish_reason == "stop"
+        assert json.loads(speaking.tokenizer.decode(tokens(told), skip_special_tokens=True)) is True
+
+
 class TestPast:
+    def test_prompts_and_answers_of_another_salt_are_not_reused(self, pair):
+        scheduler = Scheduler(pair, Limits(texts=2, slots=4096, past_tokens=1000), GraphConfig(cost="flat"))
+        job = {"tokens": tuple(range(20)) * 4, "max_tokens": 40, "temperature": 1.0, "seed": 1, "tenant": "anna"}
+        salts = {"first": "x", "again": "x", "other": "y", "none": ""}
+        told = {id: answers(scheduler, Job(id, cache_salt=salt, **job))[id] for id, salt in salts.items()}
+        assert len({tuple(tokens(one)) for one in told.values()}) == 1
+        reused = {id: one[-1].stats["reused_tokens"] for id, one in told.items()}
+        assert reused["again"] > 50 and reused["first"] == reused["other"] == reused["none"] == 0
+        assert len(told["again"]) < min(len(told["first"]), len(told["other"]), len(told["none"]))
+
     def test_past_answers_are_copied_by_their_own_tenant_alone(self, pair):
         scheduler = Scheduler(pair, Limits(texts=2, slots=4096, past_tokens=1000), GraphConfig(cost="flat"))
         job = {"tokens": (1, 2, 3), "max_tokens": 40, "temperature": 1.0, "seed": 1}

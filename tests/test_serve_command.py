@@ -49,13 +49,14 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
         "http://b",
         "--vllm-metrics",
     ]
+    options += ["--alias", "gpt-4o", "--alias", "b"]
     options += ["--max-connections", 8, "--header-seconds", 9, "--body-seconds", 10, "--idle-seconds", 11]
     options += ["--temperature", 0, "--max-new-tokens", 7, "--draft", "self", "--mode", "graph", "--k", 2]
     monkeypatch.setenv("DRAFTGRAPH_API_KEYS", "three")
     done = run("serve", folder, *options)
     assert (done.status, done.out) == (0, ""), done
     ((settings, found, engine),) = started
-    assert settings.api_keys == ("three", "one", "two") and settings.model_name == folder.name
+    assert settings.api_keys == ("three", "one", "two") and settings.names == (folder.name, "gpt-4o", "b")
     assert (settings.max_texts, settings.max_waiting, settings.max_model_len) == (3, 4, 100)
     assert (settings.deadline, settings.grace, settings.temperature, settings.max_tokens) == (5, 6, 0, 7)
     assert (settings.max_connections, settings.header_seconds) == (8, 9)

@@ -142,6 +142,9 @@ def test_too_many_tokens_at_once_are_refused(server, monkeypatch):
     body = {"prompt": [40] * 400, "n": 3, "max_tokens": 1}
     answer = httpx.post(server.url + COMPLETIONS, json=body)
     assert answer.status_code == 400 and "1200 tokens" in answer.json()["error"]["message"]
+    body = {"prompt": ["a"] * 8, "max_tokens": 1, "allowed_token_ids": [40] * 200}
+    answer = httpx.post(server.url + COMPLETIONS, json=body)
+    assert answer.status_code == 400 and "1608 tokens" in answer.json()["error"]["message"]
 
 
 def test_a_body_in_tiny_chunks_delays_nobody(server):
@@ -174,11 +177,11 @@ class SlowWords:
     def __getattr__(self, name: str) -> Any:
         return getattr(tokenizer(), name)
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text: str, **more: Any) -> Any:
         if text == "slow":
             self.begun.set()
             self.go_on.wait(60)
-        return tokenizer()(text)
+        return tokenizer()(text, **more)
 
 
 def test_a_short_text_does_not_wait_until_a_long_one_is_tokenized():

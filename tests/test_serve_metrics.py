@@ -95,7 +95,10 @@ def test_the_log_tells_what_was_asked_if_told_to(caplog):
     caplog.set_level(logging.INFO, "draftgraph.serve")
     with LiveServer(log_prompts=True) as server:
         complete(server, "my secret")
-    assert any("my secret" in record.getMessage() for record in caplog.records)
+        json_object = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+        server.client().responses.create(model="fake", input="another secret", text=json_object, temperature=0)
+    for secret in ("my secret", "another secret"):
+        assert any(secret in record.getMessage() for record in caplog.records)
 
 
 def test_every_answer_has_a_name(server):

@@ -146,6 +146,19 @@ class TestOpenAIsClient:
         answer = server.asks(extra_body={"draftgraph": {"mode": mode}})
         assert answer.choices[0].text == plain(pair, PROMPT, do_sample=False)
 
+    def test_answers_keep_to_what_tokens_and_words_are_allowed(self, server, pair):
+        plain = server.asks(extra_body={"return_token_ids": True}).choices[0]
+        words = plain.text.split()
+        for mode in ("off", "auto", "graph"):
+            more = {"draftgraph": {"mode": mode}, "return_token_ids": True}
+            found = server.asks(extra_body=more | {"bad_words": [words[1]]}).choices[0]
+            assert words[1] not in found.text.split()
+            allowed = sorted(set(plain.token_ids[2:]))
+            found = server.asks(extra_body=more | {"allowed_token_ids": allowed}).choices[0]
+            assert set(found.token_ids) <= set(allowed)
+            ends = {"stop_token_ids": plain.token_ids[:1], "min_tokens": 5}
+            assert len(server.asks(extra_body=more | ends).choices[0].token_ids) > 5
+
     def test_what_the_engine_refuses_is_the_clients_fault(self, server):
         with pytest.raises(openai.BadRequestError, match="vocabulary"):
             server.asks(prompt=[5, 100000])
@@ -223,6 +236,12 @@ class TestTenants:
         assert self.cached(guarded.asks(prompt, KEYS[0])) == 0
         assert self.cached(guarded.asks(prompt, KEYS[0])) > 50
         assert self.cached(guarded.asks(prompt, KEYS[1])) == 0
+
+    def test_a_beginning_is_known_to_its_own_salt_alone(self, guarded):
+        prompt = "many small fish swim past one old stone bridge " * 8
+        salts = ("first", "first", "second", None)
+        found = [self.cached(guarded.asks(prompt, KEYS[0], extra_body={"cache_salt": salt})) for salt in salts]
+        assert found[1] > 50 and found[0] == found[2] == found[3] == 0
 
     def test_past_answers_are_copied_by_their_own_key_alone(self, guarded):
         asked = {"prompt": "run far from that", "max_tokens": 60, "temperature": 1.0, "seed": 3}

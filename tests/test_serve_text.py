@@ -6,25 +6,27 @@ from serve_tools import tokenizer
 
 from draftgraph.batching.job import Job, Progress
 from draftgraph.serve.generation import Answer
-from draftgraph.serve.text import MOST_HELD, AnswerText, TokenNames
+from draftgraph.serve.text import MOST_HELD, AnswerText, TextRules, TokenNames
 from draftgraph.text import decode
 
 LETTERS = st.text("ab c日🐈", max_size=24)
 STOPS = st.lists(st.text("ab c日🐈", min_size=1, max_size=5), max_size=3)
 
+RULES = st.builds(TextRules, STOPS, st.integers(0, 20), st.booleans(), st.sampled_from([None, frozenset()]))
 
-def before_the_first_stop(text: str, stops: list[str]) -> str:
-    """Reads character by character, as a person would."""
-    for end in range(1, len(text) + 1):
+
+def before_the_first_stop(text: str, stops: list[str], after: int = 0, with_stop: bool = False) -> str:
+    """Reads character by character, as a person would, from one place on."""
+    for end in range(after + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
-            return text[: end - max(map(len, ending))]
+            return text[: end if with_stop else end - max(map(len, ending))]
     return text
 
 
 @given(LETTERS, STOPS)
 def test_text_ends_before_the_stop_string_that_is_complete_first(text, stops):
-    shown = AnswerText(tokenizer(), stops)
+    shown = AnswerText(tokenizer(), TextRules(stops))
     pieces = [shown.push(token) for token in tokenizer()(text)["input_ids"]]
     whole = "".join([*pieces, shown.finish()])
     assert whole == before_the_first_stop(text, stops)
@@ -32,10 +34,22 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(text, stops):
     assert shown.length == shown.released == len(whole)
 
 
+@given(LETTERS, STOPS, st.integers(0, 12), st.booleans())
+def test_no_stop_string_ends_in_the_least_number_of_tokens(text, stops, least, with_stop):
+    tokens = tokenizer()(text)["input_ids"]
+    free = decode(tokenizer(), tokens[:least]).rstrip("\ufffd")  # half a character is shown with its other half
+    shown, so_far = AnswerText(tokenizer(), TextRules(stops, least, with_stop)), ""
+    final = before_the_first_stop(text, stops, len(free), with_stop)
+    for token in tokens:
+        so_far += shown.push(token)
+        assert final.startswith(so_far)
+    assert so_far + shown.finish() == final
+
+
 @given(LETTERS, STOPS)
 def test_what_is_shown_is_never_taken_back(text, stops):
     final = before_the_first_stop(text, stops)
-    shown, so_far = AnswerText(tokenizer(), stops), ""
+    shown, so_far = AnswerText(tokenizer(), TextRules(stops)), ""
     for token in tokenizer()(text)["input_ids"]:
         so_far += shown.push(token)
         assert final.startswith(so_far) and "\ufffd" not in so_far
@@ -43,13 +57,13 @@ def test_what_is_shown_is_never_taken_back(text, stops):
 
 @given(LETTERS)
 def test_nothing_is_held_back_that_no_stop_string_begins_with(text):
-    shown = AnswerText(tokenizer(), ["x"])
+    shown = AnswerText(tokenizer(), TextRules(["x"]))
     pieces = [shown.push(token) for token in tokenizer()(text)["input_ids"]]
     assert "".join(pieces) == text
 
 
 def test_a_stop_string_may_come_in_many_tokens():
-    shown = AnswerText(tokenizer(), ["END OF"])
+    shown = AnswerText(tokenizer(), TextRules(["END OF"]))
     pieces = [shown.push(token) for token in tokenizer()("say EEND OF it")["input_ids"]]
     assert "".join(pieces) == "say E" and shown.stopped
     assert "".join(pieces[:6]) == "say E"
@@ -62,10 +76,10 @@ def test_endless_halves_of_characters_are_shown_in_the_end():
     assert sum(map(len, pieces)) >= 2 * MOST_HELD
 
 
-@given(st.lists(st.integers(0, 319), max_size=40), st.lists(st.integers(1, 5), min_size=40, max_size=40), STOPS)
-def test_an_answer_does_not_depend_on_how_many_tokens_come_in_a_step(tokens, sizes, stops):
+@given(st.lists(st.integers(0, 319), max_size=40), st.lists(st.integers(1, 5), min_size=40, max_size=40), RULES)
+def test_an_answer_does_not_depend_on_how_many_tokens_come_in_a_step(tokens, sizes, rules):
     def answer(sizes):
-        found = Answer(0, Job("0", (1,)), TokenNames(tokenizer()), tokenizer(), stops)
+        found = Answer(0, Job("0", (1,)), TokenNames(tokenizer()), AnswerText(tokenizer(), rules))
         text, scored, rest = "", [], list(tokens)
         while found.finish_reason is None:
             size = sizes.pop(0)

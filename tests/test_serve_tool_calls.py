@@ -1,5 +1,6 @@
 """Tools through OpenAI's client: calls, choices and reasoning, with a model that repeats what the user said."""
 
+import copy
 import json
 import random
 
@@ -7,10 +8,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from serve_tools import LiveServer, fake_command
+from serve_tools import LiveServer, fake_command, tokenizer
 from tool_templates import HERMES, QWEN3, SPECIAL, TEMPLATES, tokenizer_with
 
-from draftgraph.batching.grammar import matcher_of
+from draftgraph.batching.grammar import matcher_of, vocabulary_of
 from draftgraph.cli.options import TEXTS
 from draftgraph.errors import UsageError
 from draftgraph.serve.formats import REASONING, AnswerFormats, ToolUse
@@ -255,7 +256,7 @@ def request(**more):
 
 def random_answer(grammar, words, seed, patience=60):
     """Random tokens that the grammar allows; after some, the first place to end is taken."""
-    matcher, chosen, draw = matcher_of(grammar, words, len(words)), [], random.Random(seed)
+    matcher, chosen, draw = matcher_of(grammar, vocabulary_of(words, len(words))), [], random.Random(seed)
     while not (matcher.is_accepting() and (len(chosen) > patience or draw.random() < 0.3)):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = [int(token) for token in np.flatnonzero(bits[: len(words)]) if token != words.eos_token_id]
@@ -299,8 +300,12 @@ class TestForcedCalls:
         one = choice != "required" or family == "llama3_json"  # whose templates take no more
         assert counts == {1} if one else max(counts) > 1
 
-    def test_reasoning_comes_before_a_forced_call(self):
+    @pytest.mark.parametrize("has_tokens", [True, False])
+    def test_reasoning_comes_before_a_forced_call(self, has_tokens):
         words = tokenizer_with(QWEN3)
+        if not has_tokens:  # its tags and markers are plain text
+            words = copy.deepcopy(tokenizer())
+            words.chat_template = QWEN3
         formats = AnswerFormats(ServerSettings(), words)
         use = ToolUse.of(request(tool_choice="required"))
         call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -309,10 +314,11 @@ class TestForcedCalls:
             ("", call, True),
             ("", f"hm {call}", False),
             ("<think>\n", f"hm\n</think>\n{call}", True),
+            ("", f"<think></think>{call}", True),
             ("<think>\n", "hm\n</think>\nno", False),
         ]:
             grammar = formats.grammar(words(prompt)["input_ids"], use, None)
-            matcher = matcher_of(grammar, words, len(words))
+            matcher = matcher_of(grammar, vocabulary_of(words, len(words)))
             tokens = words(said)["input_ids"]
             assert (matcher.validate_tokens(tokens) == len(tokens)) is is_allowed, said
 
@@ -329,12 +335,12 @@ class TestForcedCalls:
             (ToolUse.of(request()), '<think>hm</think>{"a": 1}', True),
             (ToolUse.of(request()), '{"b": 1}', False),
         ]:
-            matcher = matcher_of(formats.grammar([], use, answer), words, len(words))
+            matcher = matcher_of(formats.grammar([], use, answer), vocabulary_of(words, len(words)))
             tokens = words(said)["input_ids"]
             assert (matcher.validate_tokens(tokens) == len(tokens)) is is_allowed, said
         for inner in ({"type": "lark", "grammar": 'start: "yes"'}, {"type": "regex", "pattern": "y/?es"}):
             grammar = formats.grammar([], None, inner)
-            assert matcher_of(grammar, words, len(words)).validate_tokens(words("yes")["input_ids"]) == 3
+            assert matcher_of(grammar, vocabulary_of(words, len(words))).validate_tokens(words("yes")["input_ids"]) == 3
 
     def test_a_plain_grammar_stays_as_it_is(self):
         formats = AnswerFormats(ServerSettings(), tokenizer_with(HERMES))

@@ -10,6 +10,7 @@ from draftgraph.errors import UsageError
 
 Finish = Literal["stop", "length", "cancelled", "deadline", "error"]
 Kind = Literal["usage", "overloaded", "memory", "engine", "stopping"]
+LISTS = ("tokens", "stop_token_ids", "allowed_token_ids")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Job:
     tokens: tuple[int, ...]
     tenant: str = ""  # whose prompts and answers may be reused
     adapter: str = ""  # that answers; empty: the model as it is
+    cache_salt: str = ""  # those with the same salt alone
     max_tokens: int = 256  # 0: only the prompt is scored
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
@@ -33,6 +35,9 @@ class Job:
     sample: int = 0  # which of several answers with one seed
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # no token ends it before
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that may not come in a row
     logprobs: int | None = None  # alternatives told of every new token; 0: its own log-probability alone
     prompt_logprobs: int | None = None  # the same for the prompt
     grammar: dict[str, Any] | None = None  # what the answer must conform to
@@ -46,14 +51,21 @@ class Job:
         if unknown:
             raise UsageError(f"a job has no field {sorted(unknown)[0]!r}")
         bias = {int(token): float(value) for token, value in given.get("logit_bias", {}).items()}
-        lists: dict[str, Any] = {name: tuple(given[name]) for name in ("tokens", "stop_token_ids") if name in given}
-        values: dict[str, Any] = {**given, **lists, "logit_bias": bias}
+        lists = {name: tuple(given[name]) for name in LISTS if given.get(name) is not None}
+        words = tuple(tuple(word) for word in given.get("bad_words", ()))
+        values: dict[str, Any] = {**given, **lists, "logit_bias": bias, "bad_words": words}
         return cls(**values)
 
     @property
+    def token_count(self) -> int:
+        """Of all that it carries: what it takes to send."""
+        return len(self.tokens) + len(self.allowed_token_ids or ()) + sum(map(len, self.bad_words))
+
+    @property
     def reuse_key(self) -> str:
-        """Of prompts and answers that may be reused: those of one tenant with one adapter."""
-        return json.dumps([self.tenant, self.adapter]) if self.adapter else self.tenant
+        """Of prompts and answers that may be reused: those of one tenant with one adapter and one salt."""
+        apart = self.adapter or self.cache_salt
+        return json.dumps([self.tenant, self.adapter, self.cache_salt]) if apart else self.tenant
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

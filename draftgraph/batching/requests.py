@@ -14,6 +14,7 @@ from draftgraph import private
 from draftgraph.batching.grammar import matcher_of, vocabulary_of
 from draftgraph.batching.guide import Guide
 from draftgraph.batching.job import Job
+from draftgraph.batching.restrictions import Restrictions
 from draftgraph.config import GraphConfig
 from draftgraph.errors import UsageError
 from draftgraph.generation import Request, prepare, stop_ids_of
@@ -22,6 +23,7 @@ CONFIG_FIELDS = ("mode", "k", "tau", "theta_prob", "theta_sib", "max_nodes", "ma
 
 RANGES = {
     "max_tokens": (0, 2**31),
+    "min_tokens": (0, 2**31),
     "temperature": (0.0, 100.0),
     "top_p": (1e-6, 1.0),
     "top_k": (0, 2**31),
@@ -59,14 +61,17 @@ def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Reques
     ids = check_tokens(job.tokens, vocabulary)
     check_numbers(job)
     check_tokens(tuple(job.logit_bias), vocabulary, "logit_bias")
+    check_tokens(job.allowed_token_ids or (), vocabulary, "allowed_token_ids")
     processors = LogitsProcessorList()
     if job.presence_penalty or job.frequency_penalty:
         processors.append(CountPenalties(len(ids), job.presence_penalty, job.frequency_penalty))
     if job.logit_bias:
         processors.append(Bias(job.logit_bias))
+    ends = stop_ids_of(target) | set(job.stop_token_ids)
     if job.grammar is not None:
-        ends = stop_ids_of(target) | set(job.stop_token_ids)
         processors.append(Guide(matcher_of(job.grammar, vocabulary_of(tokenizer, vocabulary)), len(ids), ends))
+    if job.min_tokens or job.bad_words or job.allowed_token_ids is not None:
+        processors.append(Restrictions(job, ends))
     given: dict[str, Any] = {"max_new_tokens": max(1, job.max_tokens), "do_sample": job.temperature > 0}
     if job.temperature > 0:
         given |= {"temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p}

@@ -25,6 +25,7 @@ def serve(
     settings: Settings,
     model: str | None = None,
     name: str | None = None,
+    alias: list[str] | None = None,
     lora: list[str] | None = None,
     key_file: str | None = None,
     cors_origin: list[str] | None = None,
@@ -39,10 +40,11 @@ def serve(
     graph = asdict(settings.graph_config())
     refuse_missing_packages()
     name = name or name_of(settings.target)
-    adapters = adapter_folders(lora or [], name)
+    adapters = adapter_folders(lora or [], [name, *(alias or [])])
     keys = read_keys(Path(key_file) if key_file else None, os.environ.get(KEYS))
     served = ServerSettings(
         model_name=name,
+        aliases=tuple(alias or ()),
         adapters=tuple(adapters),
         api_keys=keys,
         cors_origins=tuple(cors_origin or ()),
@@ -60,14 +62,14 @@ def serve(
     run(served, tokenizer, options)
 
 
-def adapter_folders(given: list[str], model_name: str) -> dict[str, str]:
+def adapter_folders(given: list[str], taken: list[str]) -> dict[str, str]:
     """Folders of adapters by the names that requests give them."""
     found: dict[str, str] = {}
     for one in given:
         name, _, folder = one.partition("=")
         if not name or not folder:
             raise UsageError(f"--lora {one} is not NAME=FOLDER: give a name for requests and the adapter's folder")
-        if name in (model_name, *found):
+        if name in (*taken, *found):
             raise UsageError(f"--lora {one}: the name {name} is taken; give each adapter a name of its own")
         found[name] = str(Path(folder).expanduser())
     return found

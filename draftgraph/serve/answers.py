@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from draftgraph.batching.job import Job
 from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, json_bytes
 from draftgraph.serve.formats import ToolUse
 from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
+from draftgraph.serve.jobs import message_text
 from draftgraph.serve.parsing import AnswerParser, CallDelta
 from draftgraph.serve.schemas import ChatRequest, CompletionLogprobs, CompletionRequest, GenerationRequest
 from draftgraph.serve.text import AnswerText, TokenNames
@@ -37,10 +38,13 @@ class Form(ABC):
     whole_object: str
     event_object: str
     scores_prompts = False  # which takes tens of microseconds for each of their tokens
+    end = b"data: [DONE]\n\n"  # of a stream
 
     def __init__(self, server: Server, body: GenerationRequest, jobs: Sequence[Job]) -> None:
         self._server, self._body = server, body
-        self.generation = Generation(server, self.prefix, jobs, body.stops, self._parser)
+        self._model = body.model or server.settings.model_name
+        self._fingerprint = server.engine.require_ready().fingerprint
+        self.generation = Generation(server, self.prefix, jobs, body, self._parser)
         self._answers = list(self.generation.answers.values())
 
     def _parser(self, job: Job) -> AnswerParser | None:
@@ -61,12 +65,23 @@ class Form(ABC):
         """Events before the first delta."""
         return []
 
-    def event(self, delta: Delta) -> Body:
+    def events(self, delta: Delta) -> list[Body]:
         event = self._event(self._event_choice(delta))
-        return event if delta.trace is None else event | {"draftgraph": delta.trace}
+        return [event if delta.trace is None else event | {"draftgraph": delta.trace}]
 
-    def last(self) -> Body | None:
-        return self._event() | {"usage": self.generation.usage()} if self._body.wants_usage else None
+    def closing(self) -> list[Body]:
+        """Events after the last delta."""
+        return [self._event() | {"usage": self.generation.usage()}] if self._body.wants_usage else []
+
+    def failure(self, error: ApiError) -> list[Body]:
+        """Events that take the place of all further ones."""
+        return [dict(error.body)]
+
+    def written(self, events: Iterable[Body]) -> bytes:
+        return b"".join(map(self._written, events))
+
+    def _written(self, event: Body) -> bytes:
+        return b"data: " + json_bytes(event) + b"\n\n"
 
     def _event(self, *choices: Body) -> Body:
         event = self._with_head(self.event_object, choices)
@@ -77,29 +92,53 @@ class Form(ABC):
             "id": self.generation.id,
             "object": kind,
             "created": self.generation.created,
-            "model": self._body.model or self._server.settings.model_name,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
             "choices": list(choices),
         }
 
+    def _token_ids(self, deltas: list[Delta]) -> Body:
+        return {"token_ids": [token for delta in deltas for token in delta.tokens]} if self._tells_tokens else {}
+
+    @property
+    def _tells_tokens(self) -> bool:
+        return bool(self._body.return_token_ids)
+
 
 class ChatForm(Form):
-    prefix, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole_object, event_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     _body: ChatRequest
 
+    def whole(self, deltas: list[Delta]) -> Body:
+        return super().whole(deltas) | self._prompt_ids()
+
     def opening(self) -> list[Body]:
-        """Names the speaker, once for each answer."""
-        role = {"role": "assistant", "content": ""}
-        return [
+        """Names the speaker, once for each answer, and repeats what it has said already with `echo`."""
+        role = {"role": "assistant", "content": self._echoed()}
+        [first, *rest] = [
             self._event({"index": answer.index, "delta": role, "logprobs": None, "finish_reason": None})
             for answer in self._answers
         ]
+        return [first | self._prompt_ids(), *rest]
+
+    def _echoed(self) -> str:
+        last = self._body.messages[-1]
+        return message_text(last, "messages") if self._body.echo and last.role == "assistant" else ""
+
+    def _prompt_ids(self) -> Body:
+        return {"prompt_token_ids": self._answers[0].job.tokens} if self._tells_tokens else {}
 
     def _parser(self, job: Job) -> AnswerParser | None:
-        return self._server.formats.parser(job.tokens, ToolUse.of(self._body), whole=not self._body.stream)
+        return self._server.formats.parser(job.tokens, self._use, whole=not self._body.stream)
+
+    @cached_property
+    def _use(self) -> ToolUse | None:
+        return ToolUse.of(self._body)
 
     def _choice(self, deltas: list[Delta]) -> Body:
         calls = [call for delta in deltas for call in delta.calls]
-        said = spoken("".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas))
+        text = self._echoed() + "".join(delta.text for delta in deltas)
+        said = spoken(text, "".join(delta.reasoning for delta in deltas))
         message: Body = {"role": "assistant", "content": None if calls else "", "refusal": None} | said
         if calls:
             message["tool_calls"] = whole_calls(calls)
@@ -108,7 +147,7 @@ class ChatForm(Form):
             "message": message,
             "logprobs": self._logprobs(deltas),
             "finish_reason": deltas[-1].finish_reason or "stop",
-        }
+        } | self._token_ids(deltas)
 
     def _event_choice(self, delta: Delta) -> Body:
         calls = {"tool_calls": list(map(call_event, delta.calls))} if delta.calls else {}
@@ -117,7 +156,7 @@ class ChatForm(Form):
             "delta": spoken(delta.text, delta.reasoning) | calls,
             "logprobs": self._logprobs([delta]),
             "finish_reason": delta.finish_reason,
-        }
+        } | self._token_ids([delta])
 
     def _logprobs(self, deltas: list[Delta]) -> Body | None:
         if not self._body.logprobs:
@@ -128,21 +167,26 @@ class ChatForm(Form):
 class CompletionForm(Form):
     """Answers stand behind their prompts with `echo`."""
 
-    prefix, whole_object, event_object = "cmpl", "text_completion", "text_completion"
+    prefix, whole_object, event_object = "cmpl-", "text_completion", "text_completion"
     _body: CompletionRequest
 
     def __init__(self, server: Server, body: CompletionRequest, jobs: Sequence[Job]) -> None:
         super().__init__(server, body, jobs)
         self.scores_prompts = bool(body.echo and body.logprobs is not None)
         self._tokenizer = server.prompts.tokenizer
-        self._prompt_text = cache(lambda place: self._echoed(body.prompts[place]))
+        self._prompt_text = cache(self._echoed)
         self._begun: set[int] = set()
 
-    def _echoed(self, prompt: str | list[int]) -> str:
-        """As it was given, or as its tokens read; nothing without `echo`."""
-        if not self._body.echo:
+    def _echoed(self, place: int) -> str:
+        """The prompt as it was given, or as its tokens read; nothing without `echo`."""
+        body = self._body
+        if not body.echo:
             return ""
-        return prompt if isinstance(prompt, str) else decode(self._tokenizer, prompt)
+        prompt = body.prompts[place]
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return prompt
+        tokens = list(self._answers[place * body.choices].job.tokens)
+        return decode(self._tokenizer, tokens, frozenset() if body.skip_special_tokens is False else None)
 
     def _event_choice(self, delta: Delta) -> Body:
         is_first = delta.index not in self._begun
@@ -157,7 +201,11 @@ class CompletionForm(Form):
             "text": (prompt if with_prompt else "") + "".join(delta.text for delta in deltas),
             "logprobs": self._logprobs(answer, deltas, len(prompt), with_prompt),
             "finish_reason": deltas[-1].finish_reason,
-        }
+        } | self._ids(answer, deltas, with_prompt)
+
+    def _ids(self, answer: Answer, deltas: list[Delta], with_prompt: bool) -> Body:
+        prompt = {"prompt_token_ids": answer.job.tokens} if with_prompt and self._tells_tokens else {}
+        return prompt | self._token_ids(deltas)
 
     def _logprobs(
         self, answer: Answer, deltas: list[Delta], before: int, with_prompt: bool
@@ -244,30 +292,24 @@ async def gathered(deltas: AsyncIterator[Delta]) -> list[Delta]:
 
 async def events(form: Form, first: Delta | None, rest: AsyncIterator[Delta]) -> AsyncGenerator[bytes, None]:
     try:
-        for body in form.opening():
-            yield event(body)
+        yield form.written(form.opening())
         if first is not None:
-            yield await event_of(form, first)
+            yield await events_of(form, first)
         async for delta in rest:
-            yield await event_of(form, delta)
-        if last := form.last():
-            yield event(last)
+            yield await events_of(form, delta)
+        yield form.written(form.closing())
     except ApiError as error:
-        yield event(error.body)
+        yield form.written(form.failure(error))
     except Exception:
         logger.exception("a stream failed")
-        yield event(ApiError(500, SERVER_FAULT, type="server_error").body)
-    yield b"data: [DONE]\n\n"
+        yield form.written(form.failure(ApiError(500, SERVER_FAULT, type="server_error")))
+    yield form.end
 
 
-async def event_of(form: Form, delta: Delta) -> bytes:
+async def events_of(form: Form, delta: Delta) -> bytes:
     if form.scores_prompts:
-        return await asyncio.to_thread(lambda: event(form.event(delta)))
-    return event(form.event(delta))
-
-
-def event(body: Any) -> bytes:
-    return b"data: " + json_bytes(body) + b"\n\n"
+        return await asyncio.to_thread(lambda: form.written(form.events(delta)))
+    return form.written(form.events(delta))
 
 
 class EventStream(Response):
@@ -293,7 +335,8 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._events:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

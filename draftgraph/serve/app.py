@@ -16,24 +16,31 @@ from starlette.responses import HTMLResponse, Response
 
 from draftgraph import __version__
 from draftgraph.inspect.theme import template
-from draftgraph.serve import errors, playground
+from draftgraph.serve import errors, playground, responses
 from draftgraph.serve.answers import ChatForm, CompletionForm, respond
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import JSONAnswer
 from draftgraph.serve.generation import Server
 from draftgraph.serve.guard import BodyLimit, Counted, JSONRoute, KeyRequired, OwnName
-from draftgraph.serve.jobs import JobMaker, chat_jobs, completion_jobs, unknown_model, window_of
+from draftgraph.serve.jobs import JobMaker, chat_jobs, check_model, check_tokens, completion_jobs, window_of
 from draftgraph.serve.metrics import Metrics
+from draftgraph.serve.responses import ResponseForm, ResponsesRequest, chat_of
 from draftgraph.serve.schemas import (
     ChatAnswer,
     ChatRequest,
     Completion,
     CompletionRequest,
-    GenerationRequest,
+    Decoding,
+    Detokenized,
+    DetokenizeRequest,
     Model,
     ModelList,
+    TokenizeChat,
+    Tokenized,
+    TokenizeRequest,
 )
 from draftgraph.serve.settings import Keys, ServerSettings, is_loopback
+from draftgraph.text import decode
 
 logger = logging.getLogger("draftgraph.serve")
 STATUSES = {
@@ -76,6 +83,7 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
     )
     app.include_router(status_routes(server))
     app.include_router(generation_routes(server))
+    app.include_router(tokenizer_routes(server))
     install_docs(app)
     playground.mount(app)
     errors.install(app)
@@ -94,7 +102,7 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
 def generation_routes(server: Server) -> APIRouter:
     router, settings = APIRouter(tags=["OpenAI"], route_class=JSONRoute), server.settings
 
-    def maker(request: Request, body: GenerationRequest, prompt_field: str) -> JobMaker:
+    def maker(request: Request, body: Decoding, prompt_field: str) -> JobMaker:
         if settings.log_prompts:
             logger.info("asked: %s", body.model_dump_json(exclude_none=True))
         return JobMaker(settings, server.engine.require_ready(), request.state.tenant, prompt_field)
@@ -105,11 +113,51 @@ def generation_routes(server: Server) -> APIRouter:
         jobs = await chat_jobs(body, server.prompts_of(request), maker(request, body, "messages"), server.formats)
         return await respond(request, ChatForm(server, body, jobs), bool(body.stream), settings.deadline)
 
+    @router.post("/v1/responses", response_model=responses.Response, responses=ERRORS | STREAM)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answers a conversation, of which nothing is kept."""
+        chat = chat_of(body)
+        jobs = await chat_jobs(chat, server.prompts_of(request), maker(request, body, "input"), server.formats)
+        form = ResponseForm(server, body, chat, jobs)
+        return await respond(request, form, bool(body.stream), settings.deadline)
+
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS | STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues one or more texts."""
         jobs = await completion_jobs(body, server.prompts_of(request), maker(request, body, "prompt"))
         return await respond(request, CompletionForm(server, body, jobs), bool(body.stream), settings.deadline)
+
+    return router
+
+
+def tokenizer_routes(server: Server) -> APIRouter:
+    """As vLLM has them."""
+    router, settings = APIRouter(tags=["vLLM"], route_class=JSONRoute), server.settings
+
+    @router.post("/tokenize", response_model=Tokenized, responses=ERRORS)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """The tokens of a text or of a chat."""
+        check_model(body.model, settings)
+        prompts, window = server.prompts_of(request), window_of(server.engine.require_ready(), settings)
+        if isinstance(body, TokenizeChat):
+            tokens = await prompts.of_chat(body, window)
+        else:
+            tokens = await prompts.of_text(body.prompt, window, body.add_special_tokens)
+
+        def answer() -> Response:
+            names = prompts.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            found = {"count": len(tokens), "max_model_len": window, "tokens": tokens, "token_strs": names}
+            return JSONAnswer(found)
+
+        return await prompts.aside(answer)
+
+    @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        """The text of tokens."""
+        check_model(body.model, settings)
+        check_tokens(body.tokens, server.engine.require_ready(), "tokens")
+        prompts = server.prompts_of(request)
+        return await prompts.aside(lambda: JSONAnswer({"prompt": decode(prompts.tokenizer, body.tokens, frozenset())}))
 
     return router
 
@@ -154,8 +202,7 @@ def status_routes(server: Server) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses={401: ERRORS[401], 404: ERRORS[404]})
     async def one_model(name: str) -> Model:
-        if name not in settings.names:
-            raise unknown_model(name, settings)
+        check_model(name, settings)
         return model(name)
 
     return router

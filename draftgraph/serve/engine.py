@@ -17,7 +17,7 @@ from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
 
 logger = logging.getLogger("draftgraph.serve")
-MOST_TOKENS = 1 << 22  # of prompts in one request, once for each answer: to write them takes a third of a second
+MOST_TOKENS = 1 << 22  # that one request sends, once for each answer: to write them takes a third of a second
 SLACK = 5.0  # seconds past its deadline after which a job is given up without a message of the engine
 EXIT_SECONDS = 5.0  # for an engine to end after a stop message
 SOUND_SECONDS = 60.0  # an engine that ran this long is started again without waiting longer than the first time
@@ -106,7 +106,7 @@ class Engine:
         room = self._settings.max_texts + self._settings.max_waiting
         if len(jobs) > room:
             raise failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
-        if (tokens := sum(len(job.tokens) for job in jobs)) > MOST_TOKENS:
+        if (tokens := sum(job.token_count for job in jobs)) > MOST_TOKENS:
             raise failure("usage", f"this sends {tokens} tokens, once for each answer: {MOST_TOKENS} are the most")
         if self.under_way + len(jobs) > room:
             raise failure("overloaded", "too many requests are waiting already: try again later")

@@ -119,6 +119,9 @@ def from_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its name."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"][1:] if not str(part).startswith(("<", "["))]  # arms of unions, keys
+    if field := first.get("ctx", {}).get("field"):
+        name = ".".join([*place, field])
+        return refusal(f"{name}: {first['msg']}", param=name, code=first["type"])
     if first["type"] == "value_error" and not place:
         return refusal(first["msg"].removeprefix("Value error, "))
     if not place:

@@ -125,27 +125,32 @@ class AnswerFormats:
 
     def grammar(self, prompt: Sequence[int], use: ToolUse | None, answer: JSONObject | None) -> JSONObject | None:
         """What an answer must conform to with its reasoning and calls, if its content must to `answer`."""
-        if use is not None and use.forced:
-            body = "calls"
-        elif answer is None:
+        is_forced = use is not None and use.forced
+        if answer is None and not is_forced:
             return None
-        elif use is not None and self._calls is not None:
-            body = "calls | @answer"
-        elif self._tags is not None:
-            body = "@answer"
-        else:
+        bodies, rules = [], []
+        if use is not None and self._calls is not None:
+            bodies, rules = ["calls"], self._calls.rules(use.schemas, use.several, self._written)
+        if not is_forced:
+            bodies.append("@answer")
+        if bodies == ["@answer"] and self._tags is None:
             return answer
-        rules = [f"start: {self._reasoning(prompt)} ({body})"]
-        if "calls" in body and use is not None and self._calls is not None:
-            rules += self._calls.rules(use.schemas, use.several, self._written)
-        grammar = {"type": "lark", "grammar": "\n".join(rules)}
-        return grammar if "@answer" not in body else grammar | {"answer": answer}
+        start = f"start: {self._reasoning(prompt)} ({' | '.join(bodies)})"
+        grammar = {"type": "lark", "grammar": "\n".join([start, *self._reasoning_rules(), *rules])}
+        return grammar if is_forced else grammar | {"answer": answer}
 
     def _reasoning(self, prompt: Sequence[int]) -> str:
         if self._tags is None:
             return ""
-        text = rf"/(?s:.*)/ {self._written(self._tags.end)} /\s*/"
-        return text if self._is_thinking(prompt) else f"({self._written(self._tags.start)} {text})?"
+        thought = r"thought /\s*/"
+        return thought if self._is_thinking(prompt) else f"({self._written(self._tags.start)} {thought})?"
+
+    def _reasoning_rules(self) -> list[str]:
+        if self._tags is None:
+            return []
+        if self._tags.end in self._tokens:
+            return [f"thought: /(?s:.*)/ {self._written(self._tags.end)}"]
+        return [f"thought[suffix={json.dumps(self._tags.end)}]: /(?s:.*)/"]
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the template has begun the answer with an open tag."""

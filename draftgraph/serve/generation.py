@@ -20,9 +20,9 @@ from draftgraph.serve.grammars import Grammars
 from draftgraph.serve.jobs import Prompts
 from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.parsing import AnswerParser, CallDelta
-from draftgraph.serve.schemas import Finish, Usage
+from draftgraph.serve.schemas import Finish, GenerationRequest, Usage
 from draftgraph.serve.settings import ServerSettings
-from draftgraph.serve.text import AnswerText, TokenNames
+from draftgraph.serve.text import AnswerText, TextRules, TokenNames
 
 LONG_BODY = 128 * 1024  # bytes, of which a tokenizer reads one or two in a microsecond
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
@@ -55,13 +55,14 @@ class Delta:
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # if they are to be told
     finish_reason: Finish | None = None
     trace: dict[str, Any] | None = None
 
     @property
     def is_worth_sending(self) -> bool:
         said = self.text or self.reasoning or self.calls
-        return bool(said or self.scores or self.finish_reason or self.trace)
+        return bool(said or self.scores or self.tokens or self.finish_reason or self.trace)
 
 
 class Answer:
@@ -72,13 +73,12 @@ class Answer:
         index: int,
         job: Job,
         names: TokenNames,
-        tokenizer: Any,
-        stops: Sequence[str],
+        text: AnswerText,
         parser: AnswerParser | None = None,
+        tells_tokens: bool = False,
     ) -> None:
         self.index, self.job = index, job
-        self._names, self._parser = names, parser
-        self._text = AnswerText(tokenizer, stops, parser.dropped if parser else None)
+        self._names, self._text, self._parser, self._tells_tokens = names, text, parser, tells_tokens
         self._scores: list[TokenScore] = []  # not sent yet
         self._started = time.monotonic()
         self.first_token_seconds: float | None = None
@@ -98,6 +98,8 @@ class Answer:
             if self.first_token_seconds is None:
                 self.first_token_seconds = time.monotonic() - self._started
         texts = self._take_tokens(progress)
+        if self._tells_tokens:
+            delta.tokens = progress.tokens[: len(texts)]
         delta.text = "".join(texts)
         if progress.finish_reason is not None and not self._text.stopped:
             delta.text += self._text.finish()
@@ -123,8 +125,9 @@ class Answer:
         texts = []
         for place, token in enumerate(progress.tokens):
             is_the_end = progress.finish_reason == "stop" and place == len(progress.tokens) - 1
+            is_shown = not is_the_end or self._text.rules.with_stop
             start = self._text.length
-            texts.append("" if is_the_end else self._text.push(token))
+            texts.append(self._text.push(token) if is_shown else "")
             self.tokens += 1
             self.sources[progress.sources[place]] += 1
             if progress.logprobs is not None:
@@ -182,17 +185,14 @@ class Generation:
         server: Server,
         kind: str,
         jobs: Sequence[Job],
-        stops: Sequence[str],
+        body: GenerationRequest,
         parser: Callable[[Job], AnswerParser | None] = lambda job: None,
     ) -> None:
-        self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
+        self.id, self.created = kind + uuid.uuid4().hex, int(time.time())
         self._server = server
         self._jobs = jobs
         self._started = time.monotonic()
-        self.answers = {
-            job.id: Answer(index, job, server.names, server.prompts.tokenizer, stops, parser(job))
-            for index, job in enumerate(jobs)
-        }
+        self.answers = {job.id: answer_to(body, index, job, server, parser(job)) for index, job in enumerate(jobs)}
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Raises an ApiError if any of the jobs fails; closing it cancels what is left."""
@@ -235,6 +235,15 @@ class Generation:
             "seconds": seconds,
             "seed": self._jobs[0].seed if self._jobs else None,
         }
+
+
+def answer_to(body: GenerationRequest, index: int, job: Job, server: Server, parser: AnswerParser | None) -> Answer:
+    dropped = parser.dropped if parser is not None else None
+    if body.skip_special_tokens is False:
+        dropped = frozenset()
+    rules = TextRules(body.stops, body.min_tokens or 0, bool(body.include_stop_str_in_output), dropped)
+    text = AnswerText(server.prompts.tokenizer, rules)
+    return Answer(index, job, server.names, text, parser, bool(body.return_token_ids))
 
 
 def refuse_failed(progress: Progress) -> None:

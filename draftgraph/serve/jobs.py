@@ -8,7 +8,7 @@ import inspect
 import json
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,7 +19,14 @@ from draftgraph.batching.job import Job
 from draftgraph.serve.errors import ApiError, refusal
 from draftgraph.serve.formats import AnswerFormats, ToolUse
 from draftgraph.serve.grammars import Grammars, grammar_of
-from draftgraph.serve.schemas import SEEDS, ChatRequest, CompletionRequest, GenerationRequest, Message
+from draftgraph.serve.schemas import (
+    SEEDS,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    GenerationRequest,
+    Message,
+)
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
 
@@ -28,9 +35,12 @@ GREEDY_UNDER = 1e-5  # a temperature so low divides logits past what floats hold
 MOST_SCORES = 1 << 19  # log-probabilities of prompts in one answer
 NO_WINDOW = 1 << 20  # of a model that names none
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-AS_GIVEN = {"top_p", "min_p", *PENALTIES, "logit_bias", "stop_token_ids", "ignore_eos"}
-TEMPLATE_ARGUMENTS = ("add_generation_prompt", "continue_final_message", "documents")
+AS_GIVEN = {"top_p", "min_p", *PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos"}
+AS_GIVEN |= {"min_tokens", "cache_salt"}
+OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
+TEMPLATE_ARGUMENTS = (*OF_TEMPLATES, "documents")
 ROLES = {"developer": "system"}  # OpenAI's newer name, which templates do not know
+TEXTS = ("text", "input_text", "output_text")  # parts of messages, of chats and of responses
 T = TypeVar("T")
 
 
@@ -43,13 +53,14 @@ async def chat_jobs(body: ChatRequest, prompts: Prompts, maker: JobMaker, format
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None and max_tokens < 1:
         raise refusal("max_tokens must be at least 1", "max_tokens")
+    words = await prompts.of_words(body.bad_words or [])
+    name, wanted = grammar_of(body) or ("tools", None)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     tokens = await prompts.of_chat(body, maker.window)
-    field, content = grammar_of(body) or ("tools", None)
-    grammar = await prompts.aside(lambda: formats.grammar(tokens, use, content))
+    grammar = await prompts.aside(lambda: formats.grammar(tokens, use, wanted))
     if grammar is not None:
-        await prompts.grammars.check(grammar, field, body.choices)
-    return maker.jobs(body, tokens, max_tokens, logprobs=alternatives, grammar=grammar)
+        await prompts.grammars.check(grammar, "tools" if use is not None and use.forced else name, body.choices)
+    return maker.jobs(body, tokens, max_tokens, logprobs=alternatives, grammar=grammar, bad_words=words)
 
 
 async def completion_jobs(body: CompletionRequest, prompts: Prompts, maker: JobMaker) -> list[Job]:
@@ -63,12 +74,14 @@ async def completion_jobs(body: CompletionRequest, prompts: Prompts, maker: JobM
     if not max_tokens and not body.echo:
         raise refusal("max_tokens must be at least 1, or 0 with echo", "max_tokens")
     grammar = await prompts.grammars.of(body, body.choices * len(body.prompts))
+    words = await prompts.of_words(body.bad_words or [])
     scores_prompt = body.echo and (body.logprobs is not None or not max_tokens)
     more = {"logprobs": body.logprobs, "prompt_logprobs": (body.logprobs or 0) if scores_prompt else None}
+    special = body.add_special_tokens is not False
     jobs: list[Job] = []
     for prompt in body.prompts:
-        tokens = await prompts.of_text(prompt, maker.window) if isinstance(prompt, str) else prompt
-        jobs += maker.jobs(body, tokens, max_tokens, **more, grammar=grammar)
+        tokens = await prompts.of_text(prompt, maker.window, special) if isinstance(prompt, str) else prompt
+        jobs += maker.jobs(body, tokens, max_tokens, **more, grammar=grammar, bad_words=words)
     scores = sum(len(job.tokens) for job in jobs) * (1 + (body.logprobs or 0)) if scores_prompt else 0
     if scores > MOST_SCORES:
         raise refusal(f"this asks for {scores} log-probabilities of prompts: ask for {MOST_SCORES} at most", "logprobs")
@@ -85,16 +98,19 @@ class JobMaker:
 
     def check(self, request: GenerationRequest) -> None:
         settings = self._settings
-        if request.model not in (None, *settings.names):
-            raise unknown_model(str(request.model), settings)
+        check_model(request.model, settings)
         if request.choices > settings.max_choices:
             raise refusal(f"n must be at most {settings.max_choices}, not {request.n}", "n")
         if len(request.stops) > settings.max_stops:
             raise refusal(f"stop may have at most {settings.max_stops} texts, not {len(request.stops)}", "stop")
         if any(not 0 < len(stop) <= settings.max_stop_length for stop in request.stops):
             raise refusal(f"every stop must have 1 to {settings.max_stop_length} characters", "stop")
-        for name, tokens in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
-            self._check_tokens(tokens or (), name)
+        if any(not 0 < len(word) <= settings.max_stop_length for word in request.bad_words or []):
+            raise refusal(f"every bad word must have 1 to {settings.max_stop_length} characters", "bad_words")
+        if request.truncate_prompt_tokens == 0:
+            raise refusal("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            check_tokens(getattr(request, name) or (), self._ready, name)
 
     def check_prompts(self, count: int) -> None:
         if not 1 <= count <= self._settings.max_prompts:
@@ -102,7 +118,11 @@ class JobMaker:
 
     def jobs(self, request: GenerationRequest, tokens: Sequence[int], max_tokens: int | None, **more: Any) -> list[Job]:
         """One for each of `n` answers to a prompt."""
-        self._check_tokens(tokens, self._prompt_field)
+        check_tokens(tokens, self._ready, self._prompt_field)
+        tokens = self._truncated(tokens, request.truncate_prompt_tokens, max_tokens)
+        length = self._checked_length(len(tokens), max_tokens)
+        if (request.min_tokens or 0) > length:
+            raise refusal(f"min_tokens must be at most {length}, as many as there may be", "min_tokens")
         if request.seed is not None:
             self.seed = request.seed % SEEDS
         temperature = self._settings.temperature if request.temperature is None else request.temperature
@@ -111,7 +131,7 @@ class JobMaker:
             tokens=tuple(tokens),
             tenant=self._tenant,
             adapter=request.model if request.model in self._settings.adapters else "",
-            max_tokens=self._checked_length(len(tokens), max_tokens),
+            max_tokens=length,
             temperature=temperature if temperature >= GREEDY_UNDER else 0.0,
             top_k=max(0, request.top_k or 0),
             seed=self.seed,
@@ -123,6 +143,14 @@ class JobMaker:
         )
         return [replace(job, id=uuid.uuid4().hex, sample=sample) for sample in range(request.choices)]
 
+    def _truncated(self, tokens: Sequence[int], most: int | None, wanted: int | None) -> Sequence[int]:
+        """The last of them: so many, or with -1 as many as leave room for the answer."""
+        if most is None:
+            return tokens
+        if most == -1:
+            most = self.window - ((self._settings.max_tokens or 1) if wanted is None else wanted)
+        return tokens[max(0, len(tokens) - max(1, most)) :]
+
     def _checked_length(self, prompt: int, wanted: int | None) -> int:
         """How many tokens to answer with: as many as wanted, or as there is room for."""
         if not prompt:
@@ -133,9 +161,10 @@ class JobMaker:
         room = self.window - prompt
         return min(room, self._settings.max_tokens or room) if wanted is None else wanted
 
-    def _check_tokens(self, tokens: Any, param: str) -> None:
-        if (highest := max(tokens, default=0)) >= self._ready.vocabulary:
-            raise refusal(f"token {highest} is not in the vocabulary of {self._ready.vocabulary}", param)
+
+def check_tokens(tokens: Iterable[int], ready: Ready, param: str) -> None:
+    if (highest := max(tokens, default=0)) >= ready.vocabulary:
+        raise refusal(f"token {highest} is not in the vocabulary of {ready.vocabulary}", param)
 
 
 def window_of(ready: Ready, settings: ServerSettings) -> int:
@@ -149,9 +178,10 @@ def too_long(prompt: str, window: int, param: str) -> ApiError:
     return refusal(message, param, "context_length_exceeded")
 
 
-def unknown_model(name: str, settings: ServerSettings) -> ApiError:
-    message = f"there is no model {name!r} here: there is {settings.model_name!r}"
-    return ApiError(404, message, param="model", code="model_not_found")
+def check_model(name: str | None, settings: ServerSettings) -> None:
+    if name not in (None, *settings.names):
+        message = f"there is no model {name!r} here: there is {settings.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 class Prompts:
@@ -162,11 +192,19 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
-    async def of_text(self, text: str, window: int) -> list[int]:
+    async def of_text(self, text: str, window: int, special: bool = True) -> list[int]:
         self._refuse_endless(len(text), window, "prompt")
-        return await self.aside(lambda: list(self.tokenizer(text)["input_ids"]))
+        return await self.aside(lambda: encoded(self.tokenizer, text, special))
 
-    async def of_chat(self, request: ChatRequest, window: int) -> list[int]:
+    async def of_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of each, where it begins a text and where a space comes before it."""
+        if not words:
+            return []
+        spelled = [prefix + (word.lstrip() or word) for word in words for prefix in ("", " ")]
+        found = await self.aside(lambda: [encoded(self.tokenizer, word, False) for word in spelled])
+        return [tokens for tokens in found if tokens]
+
+    async def of_chat(self, request: Conversation, window: int) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise refusal("this model has no chat template: use /v1/completions", "messages")
         arguments = template_arguments(self.tokenizer, request)
@@ -188,6 +226,10 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
+def encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
 def render(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
     try:
         return list(tokenizer.apply_chat_template(messages, **arguments, return_dict=True)["input_ids"])
@@ -196,9 +238,13 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, 
         return list(tokenizer.apply_chat_template(as_text, **arguments, return_dict=True)["input_ids"])
 
 
-def template_arguments(tokenizer: Any, request: ChatRequest) -> dict[str, Any]:
+def template_arguments(tokenizer: Any, request: Conversation) -> dict[str, Any]:
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - set(TEMPLATE_ARGUMENTS)
-    given = request.chat_template_kwargs or {}
+    given = request.model_dump(include=set(OF_TEMPLATES), exclude_none=True) | (request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None and "reasoning_effort" not in str(tokenizer.chat_template):
+        raise refusal("the model's chat template does not read reasoning_effort", "reasoning_effort")
+    if given.get("continue_final_message") and given.get("add_generation_prompt"):
+        raise refusal("continue_final_message leaves no room for add_generation_prompt", "add_generation_prompt")
     if taken := own & given.keys():
         raise refusal(f"chat_template_kwargs may not set {sorted(taken)[0]}", "chat_template_kwargs")
     tools = None if request.tool_choice == "none" else request.tools
@@ -218,7 +264,7 @@ def message_text(message: Message, param: str) -> str:
     if not isinstance(message.content, list):
         return message.content or ""
     for part in message.content:
-        if part["type"] != "text" or part.get("text") is None:
+        if part["type"] not in TEXTS or part.get("text") is None:
             raise refusal(f"this model reads text only, not {part['type']!r}", param)
     return "\n".join(part.get("text") or "" for part in message.content)
 

@@ -1,16 +1,20 @@
-"""Requests and answers in OpenAI's form. Fields of a request that are not known are left out: clients send many."""
+"""Requests and answers in OpenAI's form. Fields that a request may not have are refused by name: see `fields`."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypedDict
 
 from draftgraph.config import Mode
+from draftgraph.serve.fields import IGNORED, refuse_unknown
 
 MOST_ALTERNATIVES = 20
 MOST_BIASES = 1024
+MOST_WORDS = 256
+LONGEST_SALT = 1024
 MOST_ELEMENTS = 4096  # of messages, of tools, of the parts of a message
 MOST_NODES, MOST_LEVELS = 512, 64  # of a graph: what one client asks for is computed for all
 WHOLE = 2**31 - 1  # more than any model's tokens
@@ -50,17 +54,31 @@ def few_biases(biases: Any) -> Any:
     return biases
 
 
-def refuse(value: Any) -> None:
-    if value:
-        raise ValueError("this is not supported: leave it out")
-
-
 JSONSchema = Annotated[Text | Annotated[JSONObject, OBJECT] | Annotated[bool, SWITCH], BY_TYPE]
-Refused = Annotated[None, BeforeValidator(refuse)]  # what would change the answer
 
 
 class Given(BaseModel):
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="ignore", allow_inf_nan=False, json_schema_extra=lambda schema: schema.update(additionalProperties=False)
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def no_unknown_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unknown(given, names_of(cls))
+        return given
+
+
+@cache
+def names_of(kind: type[Given]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def with_ignored(schema: dict[str, Any]) -> None:
+    """Names what may be sent and changes nothing."""
+    ignored = {name: {"description": "Ignored"} for name in sorted(IGNORED)}
+    schema.update(additionalProperties=False, properties=ignored | schema["properties"])
 
 
 class StreamOptions(Given):
@@ -86,6 +104,8 @@ class Extension(Given):
 
 class Schema(Given):
     name: str | None = None
+    description: str | None = None
+    strict: bool | None = Field(None, description="It always is")
     given: Annotated[Annotated[JSONObject, OBJECT] | Annotated[bool, SWITCH], BY_TYPE] = Field(True, alias="schema")
 
 
@@ -96,24 +116,21 @@ class ResponseFormat(Given):
 
 
 class StructuredOutputs(Given):
-    """As vLLM has it: one of the first five."""
+    """As vLLM has it: one of these."""
 
     given: JSONSchema | None = Field(None, alias="json")
     regex: str | None = None
     choice: Few[str] | None = None
     grammar: str | None = Field(None, description="In Lark or GBNF")
     json_object: bool | None = None
-    structural_tag: Refused = None
-    whitespace_pattern: Refused = None
-    disable_any_whitespace: Refused = None
-    disable_additional_properties: Refused = None
 
 
-class GenerationRequest(Given):
-    """The fields that chats and completions share."""
+class Decoding(Given):
+    """How an answer is decoded and sent: fields of every request for one."""
+
+    model_config = ConfigDict(json_schema_extra=with_ignored)
 
     model: str | None = Field(None, description="May be left out: there is one")
-    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=WHOLE)] | None = None
@@ -127,11 +144,38 @@ class GenerationRequest(Given):
         BeforeValidator(few_biases),
     ] = None
     seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Annotated[Text | Annotated[Few[str], LIST], BY_TYPE] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] | None = None
     ignore_eos: bool = False
+    min_tokens: Count | None = Field(None, description="Nothing ends the answer before")
+    bad_words: Annotated[Many[str], Field(max_length=MOST_WORDS)] | None = None
+    allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="true, if left out")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=WHOLE)] | None = Field(
+        None, description="Keep the last so many tokens of a prompt; -1: as many as the context window has room for"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = Field(
+        None, description="Prompts and answers of other salts are not reused"
+    )
     stream: bool | None = None
+    draftgraph: Extension | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def traced(self) -> bool:
+        return self.draftgraph is not None and self.draftgraph.trace
+
+
+class GenerationRequest(Decoding):
+    """The fields that chats and completions share besides."""
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -140,12 +184,8 @@ class GenerationRequest(Given):
     guided_choice: Few[str] | None = None
     guided_grammar: str | None = Field(None, description="In Lark or GBNF")
     guided_json_object: bool | None = None
-    guided_whitespace_pattern: Refused = None
-    structural_tag: Refused = None
     grammar: str | None = Field(None, description="In GBNF or Lark, as llama.cpp has it")
     json_schema: JSONSchema | None = Field(None, description="As llama.cpp has it")
-    user: str | None = Field(None, description="Ignored")
-    draftgraph: Extension | None = None
 
     @model_validator(mode="after")
     def usage_is_of_streams(self) -> GenerationRequest:
@@ -158,16 +198,8 @@ class GenerationRequest(Given):
         return self.n or 1
 
     @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def traced(self) -> bool:
-        return self.draftgraph is not None and self.draftgraph.trace
 
 
 class Part(TypedDict):
@@ -175,10 +207,10 @@ class Part(TypedDict):
     text: NotRequired[str | None]
 
 
-class Message(Given):
+class Message(BaseModel):
     """Further fields, tool_calls and tool_call_id for two, are for the chat template."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     role: str = Field(examples=["user"])
     content: Annotated[Text | Annotated[Few[Part], LIST], BY_TYPE] | None = Field(
@@ -186,15 +218,24 @@ class Message(Given):
     )
 
 
-class ChatRequest(GenerationRequest):
+class Conversation(Given):
+    """What a chat template is given."""
+
     messages: Annotated[Few[Message], Field(min_length=1)]
+    tools: Few[JSONObject] | None = None
+    tool_choice: Annotated[Text | Annotated[JSONObject, OBJECT], BY_TYPE] | None = None
+    add_generation_prompt: bool | None = Field(None, description="true, unless continue_final_message is")
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = Field(None, description="For chat templates that read it")
+    chat_template_kwargs: JSONObject | None = None
+
+
+class ChatRequest(GenerationRequest, Conversation):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    tools: Few[JSONObject] | None = None
-    tool_choice: Annotated[Text | Annotated[JSONObject, OBJECT], BY_TYPE] | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: JSONObject | None = None
+    echo: bool | None = Field(None, description="Repeat the last message, if it is the assistant's")
 
 
 class CompletionRequest(GenerationRequest):
@@ -207,6 +248,7 @@ class CompletionRequest(GenerationRequest):
     ] = Field(description="A text or its token ids, or a list of such")
     logprobs: Alternatives | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="true, if left out")
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
 
@@ -219,6 +261,40 @@ class CompletionRequest(GenerationRequest):
         if prompt and isinstance(prompt[0], int):
             return [prompt]
         return prompt  # type: ignore[return-value]
+
+
+class TokenizeText(Given):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(Conversation):
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("<text>")] | Annotated[TokenizeChat, Tag("<chat>")],
+    Discriminator(lambda given: "<chat>" if isinstance(given, dict) and "messages" in given else "<text>"),
+]
+
+
+class DetokenizeRequest(Given):
+    model: str | None = None
+    tokens: Tokens
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
 
 
 class PromptDetails(TypedDict):
@@ -272,6 +348,7 @@ class ChatChoice(TypedDict):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
+    token_ids: NotRequired[list[int]]
 
 
 class ChatAnswer(TypedDict):
@@ -279,7 +356,9 @@ class ChatAnswer(TypedDict):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: Usage
 
 
@@ -295,6 +374,8 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):
@@ -304,6 +385,7 @@ class Completion(TypedDict):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
     draftgraph: NotRequired[dict[str, Any]]

@@ -20,6 +20,7 @@ class ServerSettings:
     """What a server allows and how it behaves; the defaults suit one machine and a few clients."""
 
     model_name: str = "draftgraph"
+    aliases: tuple[str, ...] = ()  # further names of the model
     adapters: tuple[str, ...] = ()  # names of those that requests may choose in place of the model
 
     # where it listens, and who is let in
@@ -65,7 +66,7 @@ class ServerSettings:
     @property
     def names(self) -> tuple[str, ...]:
         """What requests may ask for."""
-        return (self.model_name, *self.adapters)
+        return tuple(dict.fromkeys((self.model_name, *self.aliases, *self.adapters)))
 
 
 def is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,15 +15,28 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a byte
 SPACE = "\u2581"  # and a space
 
 
+@dataclass(frozen=True)
+class TextRules:
+    """What of an answer's tokens is shown."""
+
+    stops: Sequence[str] = ()
+    least: int = 0  # tokens in which no stop string ends
+    with_stop: bool = False  # an answer ends behind a stop, not before it
+    dropped: frozenset[int] | None = None  # tokens; None: the special ones
+
+
 class AnswerText:
-    """Never half a character, nor what may be the beginning of a stop string; ends before the first of those.
+    """Never half a character, nor what may be the beginning of a stop string; ends at the first of those.
 
     Which stop string is the first does not depend on how many tokens come at once.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), dropped: frozenset[int] | None = None) -> None:
-        self._stream, self._stops = TextStream(tokenizer, dropped), stops
+    def __init__(self, tokenizer: Any, rules: TextRules | None = None) -> None:
+        self.rules = rules or TextRules()
+        self._stream, self._stops = TextStream(tokenizer, self.rules.dropped), self.rules.stops
         self._silent = 0  # tokens in a row that gave no text
+        self._tokens = 0
+        self._free = 0  # characters in which no stop string ends
         self._held = ""  # may yet be the beginning of a stop string
         self.length = 0  # characters so far, those held back included
         self.stopped = False
@@ -33,6 +47,7 @@ class AnswerText:
 
     def push(self, token: int) -> str:
         """The text that can be shown now."""
+        self._tokens += 1
         self._silent += 1
         text = self._stream.push([token], last=self._silent >= MOST_HELD)
         if text:
@@ -50,9 +65,11 @@ class AnswerText:
             return ""
         self.length += len(text)
         self._held += text
-        if found := first_to_end(self._held, self._stops):
+        if self._tokens <= self.rules.least:
+            self._free = self.length
+        if found := first_to_end(self._held, self._stops, self._free - self.released):
             self.stopped = True
-            shown = self._held[: found[0]]
+            shown = self._held[: found[1] if self.rules.with_stop else found[0]]
             self.length -= len(self._held) - len(shown)
             self._held = ""
             return shown
@@ -61,9 +78,13 @@ class AnswerText:
         return shown
 
 
-def first_to_end(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """Start and end of the stop string that is complete first, reading from the left; the longest of such."""
-    found = [(start, start + len(stop)) for stop in stops if (start := text.find(stop)) >= 0]
+def first_to_end(text: str, stops: Sequence[str], after: int = 0) -> tuple[int, int] | None:
+    """Start and end of the stop string that is complete first, reading from the left; the longest of such.
+
+    Those that end in the first `after` characters do not count.
+    """
+    starts = ((stop, text.find(stop, max(0, after - len(stop) + 1))) for stop in stops)
+    found = [(start, start + len(stop)) for stop, start in starts if start >= 0]
     return min(found, key=lambda place: (place[1], place[0]), default=None)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from draftgraph import __version__
 from draftgraph.batching.job import Progress
 
 LONGEST_LINE = 256 * 1024 * 1024  # the log-probabilities of a long prompt are long
@@ -24,6 +26,12 @@ class Ready:
     dtype: str = "float32"
     mode: str = "auto"
     exact: bool = False  # a request's tokens are those of plain decoding to the bit, whatever shares its passes
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where the same request with the same seed may be answered otherwise."""
+        facts = json.dumps([self.model, self.dtype, self.device, __version__])
+        return f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:10]}"
 
 
 def line(message: dict[str, Any]) -> bytes:
