@@ -63,6 +63,7 @@ class Stats:
     Attributes:
         exact: Logits have the same bits in every pass, so all modes and batches give the same tokens.
         steps: Passes of the target, prefill apart.
+        drafts: Of them had a draft to check.
         new_tokens: Of the answer.
         prompt_tokens: Of the prompt.
         draft_passes: Passes of the draft model.
@@ -83,6 +84,7 @@ class Stats:
 
     exact: bool = True
     steps: int = 0
+    drafts: int = 0
     new_tokens: int = 0
     prompt_tokens: int = 0
     draft_passes: int = 0
@@ -128,6 +130,7 @@ class Stats:
 
     def count(self, step: Step) -> None:
         self.steps += 1
+        self.drafts += len(step.tree) > 1
         self.new_tokens += len(step.tokens)
         self.verified_tokens += len(step.tree)
         for source in step.tree.sources[1:]:

@@ -1,11 +1,15 @@
 """For tests of the server: a scheduler that needs no model, the process that runs it, and a live server around it."""
 
+import datetime
 import hashlib
+import ipaddress
 import os
 import socket
+import ssl
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -78,14 +82,20 @@ class Task:
     job: FakeJob
     answer: list[int]
     steps: int = 0
+    drafts: int = 0
     said: int = 0
+    checked: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    checked_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
     submitted: float = field(default_factory=time.monotonic)
 
 
 class FakeScheduler:
     """Repeats the last thing that a user said, or the prompt; sampled, says what seed, sample and place decide.
 
-    One to four tokens a step; with `ignore_eos` it starts over where it would end.
+    One to four tokens a step, with a draft of four where it gives more than one; with `ignore_eos` it starts over where
+    it would end.
     """
 
     vocabulary = 320
@@ -106,8 +116,10 @@ class FakeScheduler:
             raise Full("too many are waiting")
         self.tasks[job.id] = Task(job, answer_of(job, self.vocabulary))
 
-    def cancel(self, id: str) -> None:
-        self.cancelled += self.tasks.pop(id, None) is not None
+    def cancel(self, id: str) -> Told | None:
+        task = self.tasks.pop(id, None)
+        self.cancelled += task is not None
+        return None if task is None else Told({"id": id, "finish_reason": "cancelled", "stats": stats_of(task)})
 
     def step(self) -> list[Told]:
         self.steps += 1
@@ -130,10 +142,10 @@ class FakeScheduler:
         job, start = task.job, task.said
         if self.faulty and MEMORY_ID in job.tokens:
             del self.tasks[job.id]
-            return failed(job.id, "memory", "there is no memory left")
+            return failed(job.id, "memory", "there is no memory left") | {"stats": stats_of(task)}
         if job.deadline is not None and time.monotonic() - task.submitted > job.deadline:
             del self.tasks[job.id]
-            return {"id": job.id, "finish_reason": "deadline"}
+            return {"id": job.id, "finish_reason": "deadline", "stats": stats_of(task)}
         task.steps += 1
         tokens = task.answer[start : min(start + 1 + task.steps % 4, job.max_tokens)]
         ends = {END, *(job.stop_token_ids or [])} if not job.ignore_eos else set(job.stop_token_ids or [])
@@ -143,7 +155,7 @@ class FakeScheduler:
             tokens = tokens[:1]
         task.said += len(tokens)
         reason = "stop" if over is not None else "length" if task.said >= job.max_tokens else None
-        accepted = [SOURCES[(task.steps + place) % len(SOURCES)] for place in range(len(tokens) - 1)]
+        accepted = self.count_draft(task, tokens)
         told = {
             "id": job.id,
             "tokens": tokens,
@@ -159,6 +171,17 @@ class FakeScheduler:
             told["stats"] = stats_of(task)
             del self.tasks[job.id]
         return told
+
+    def count_draft(self, task: Task, tokens: list[int]) -> list[str]:
+        """Counts the draft of a step; the sources of what was accepted of it."""
+        drafted = [SOURCES[(task.steps + place) % 4] for place in range(4)] if task.steps % 4 else []
+        accepted = drafted[: max(0, len(tokens) - 1)]
+        task.drafts += bool(drafted)
+        task.checked.update(drafted)
+        task.checked_at.update(range(1, len(drafted) + 1))
+        task.accepted.update(accepted)
+        task.accepted_at.update(range(1, len(accepted) + 1))
+        return accepted
 
     def figures(self) -> dict[str, Any]:
         slots = sum(len(task.job.tokens) + task.said for task in self.tasks.values())
@@ -208,8 +231,13 @@ def traced(position: int, tokens: list[int], accepted: list[str]) -> dict[str, A
 def stats_of(task: Task) -> dict[str, Any]:
     return {
         "steps": task.steps,
-        "checked_by_source": {"draft": 3 * task.steps, "merged": task.steps},
-        "accepted_by_depth": {1: task.steps, 2: 1},
+        "drafts": task.drafts,
+        "new_tokens": task.said,
+        "prompt_tokens": len(task.job.tokens),
+        "checked_by_source": task.checked,
+        "accepted_by_source": task.accepted,
+        "checked_by_depth": task.checked_at,
+        "accepted_by_depth": task.accepted_at,
         "queue_seconds": 0.001,
         "first_token_seconds": 0.002,
         "reused_tokens": min(2, len(task.job.tokens)),
@@ -238,7 +266,7 @@ def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True, w
 
 
 SERVE = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from serve_tools import fake_command, tokenizer
 from draftgraph.serve import run
 from draftgraph.serve.settings import ServerSettings
@@ -247,8 +275,9 @@ class Fake(engine.Engine):
     def __init__(self, command, settings):
         super().__init__(fake_command(), settings)
 run.Engine = Fake
-run.run(ServerSettings(model_name="fake", port=0, grace=2.0), tokenizer(), {{}})
-"""  # in a process of its own
+settings = {{"model_name": "fake", "port": 0, "grace": 2.0}} | json.loads((sys.argv[1:] or ["{{}}"])[0])
+run.run(ServerSettings(**settings), tokenizer(), {{}})
+"""  # in a process of its own, which may be given settings in JSON
 
 
 class LiveServer:
@@ -307,6 +336,71 @@ class LiveServer:
         from openai import OpenAI
 
         return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30.0} | options)
+
+
+class TLSServer(LiveServer):
+    """Waits until it is ready over HTTPS, and trusts its certificate."""
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    @url.setter
+    def url(self, _: str) -> None: ...
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, verify=ssl.create_default_context(cafile=self.settings.tls_cert))
+
+    def wait_until_ready(self) -> None:
+        wait_until(lambda: self.get("/ready").status_code == 200)
+
+
+def write_pair(folder: Path, name: str, password: bytes | None = None) -> dict[str, str]:
+    """A self-signed certificate for this machine and its key, as settings."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    named = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = (
+        x509.CertificateBuilder(named, named, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(key.private_bytes(*form))
+    return {"tls_cert": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
+
+
+def by_label(figures: dict[str, float], name: str) -> dict[str, float]:
+    """Of a counter with one label."""
+    start = f"draftgraph_{name}_total{{"
+    return {key.split('"')[1]: value for key, value in figures.items() if key.startswith(start)}
+
+
+def assert_figures_agree(figures: dict[str, float]) -> None:
+    """Whatever became of the jobs: what was accepted was drafted, and all is counted from the same jobs."""
+    drafted, accepted = by_label(figures, "drafted_tokens"), by_label(figures, "accepted_tokens")
+    drafted_at, accepted_at = (by_label(figures, f"{what}_tokens_by_position") for what in ("drafted", "accepted"))
+    tokens, passes, drafts = (
+        figures.get(f"draftgraph_{name}") for name in ("new_tokens_sum", "passes_total", "drafts_total")
+    )
+    assert all(accepted[source] <= drafted[source] for source in accepted), (accepted, drafted)
+    assert all(accepted_at[place] <= drafted_at[place] for place in accepted_at), (accepted_at, drafted_at)
+    assert sum(drafted.values()) == sum(drafted_at.values()) and sum(accepted.values()) == sum(accepted_at.values())
+    in_order = [accepted_at[place] for place in sorted(accepted_at, key=int)]
+    assert [drafts, *in_order] == sorted([drafts, *in_order], reverse=True)
+    assert drafts <= passes and drafts <= drafted_at.get("1", 0)
+    by_source = by_label(figures, "tokens")
+    assert sum(by_source.values()) == tokens and {**by_source, "target": 0} == {**accepted, "target": 0}
+    assert by_source["target"] <= passes
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

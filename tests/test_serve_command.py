@@ -51,6 +51,8 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
     ]
     options += ["--alias", "gpt-4o", "--alias", "b"]
     options += ["--max-connections", 8, "--header-seconds", 9, "--body-seconds", 10, "--idle-seconds", 11]
+    options += ["--heartbeat", 12, "--silence", 13, "--log-level", "debug", "--log-format", "json"]
+    options += ["--tls-cert", "c.pem", "--tls-key", "k.pem", "--otlp-endpoint", "http://c:4318"]
     options += ["--temperature", 0, "--max-new-tokens", 7, "--draft", "self", "--mode", "graph", "--k", 2]
     monkeypatch.setenv("DRAFTGRAPH_API_KEYS", "three")
     done = run("serve", folder, *options)
@@ -61,6 +63,9 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
     assert (settings.deadline, settings.grace, settings.temperature, settings.max_tokens) == (5, 6, 0, 7)
     assert (settings.max_connections, settings.header_seconds) == (8, 9)
     assert (settings.body_seconds, settings.idle_seconds) == (10, 11)
+    assert (settings.heartbeat, settings.silence) == (12, 13)
+    assert (settings.log_level, settings.log_format, settings.otlp_endpoint) == ("debug", "json", "http://c:4318")
+    assert (settings.key_file, settings.tls_cert, settings.tls_key) == (str(keys), "c.pem", "k.pem")
     assert settings.cors_origins == ("http://a", "http://b") and settings.vllm_metrics
     assert engine["load"] == {"target": str(folder), "draft": "self"} and engine["graph"]["k"] == 2
     assert engine["limits"] == {"texts": 3, "waiting": 4, "slots": None, "past_tokens": 0}
@@ -93,6 +98,10 @@ def test_serving_everybody_without_keys_is_warned_of(run, started, folder):
         ["--idle-seconds", -1],
         ["--temperature", -1],
         ["--api-keys", "missing"],
+        ["--heartbeat", 0],
+        ["--silence", "inf"],
+        ["--log-level", "loud"],
+        ["--log-format", "xml"],
         ["--mode", "magic"],
     ],
 )

@@ -125,6 +125,25 @@ def test_one_of_several_answers_that_stops_early_leaves_the_others(server):
     assert server.engine.under_way == 0
 
 
+@pytest.mark.parametrize(("fault", "slack"), [("deaf", 0.2), ("dead", 60.0)])
+def test_an_answer_ended_by_a_stop_string_comes_though_the_engine_tells_no_figures(monkeypatch, fault, slack):
+    monkeypatch.setattr("draftgraph.serve.engine.SLACK", slack)
+    with LiveServer() as server:
+        send = server.engine._send
+
+        def faulty_send(message):
+            if "cancel" not in message:
+                send(message)
+            elif fault == "dead" and server.engine.process_id:
+                os.kill(server.engine.process_id, signal.SIGKILL)
+
+        monkeypatch.setattr(server.engine, "_send", faulty_send)
+        body = {"prompt": f"abc{SLOW}", "stop": "b", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        assert answer["choices"][0]["text"] == "a" and answer["choices"][0]["finish_reason"] == "stop"
+        assert server.engine.under_way == 0
+
+
 def test_a_full_queue_answers_429_and_says_when_to_come_back():
     with LiveServer(max_texts=2, max_waiting=1) as server:
         client = server.client()
@@ -172,6 +191,21 @@ def test_an_engine_that_is_stuck_does_not_keep_its_clients(monkeypatch):
         with pytest.raises(openai.InternalServerError, match="too long"):
             server.client().completions.create(model="fake", prompt=STUCK)
         assert server.engine.under_way == 0
+
+
+def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on():
+    with LiveServer(heartbeat=2.0) as server:
+        process = server.engine.process_id
+        os.kill(process, signal.SIGSTOP)
+        try:
+            server.wait_until_away()
+            answer = httpx.get(f"{server.url}/ready")
+            assert answer.json()["error"]["code"] == "engine_unavailable" and answer.headers["retry-after"] == "1"
+            assert server.figures()["draftgraph_ready"] == 0
+        finally:
+            os.kill(process, signal.SIGCONT)
+        answers_again(server)
+        assert server.engine.process_id == process and server.figures()["draftgraph_ready"] == 1
 
 
 def test_an_engine_that_is_stuck_is_killed_and_started_again():

@@ -3,7 +3,7 @@
 import httpx
 import openai
 import pytest
-from serve_tools import LiveServer
+from serve_tools import SLOW, LiveServer
 
 from draftgraph.errors import UsageError
 from draftgraph.serve.settings import Keys, ServerSettings, read_keys
@@ -99,11 +99,14 @@ def test_every_job_carries_its_tenant(server, monkeypatch):
     assert not any(key in str(sent) for key in ("first-key", "schlüssel"))
 
 
-def test_keys_come_from_a_file_and_the_environment(tmp_path):
+def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("# ours\none\n\n  two  \none\n")
-    assert read_keys(file, "three, two,") == ("three", "two", "one")
-    assert read_keys(None, None) == () == read_keys(None, " , ")
+    assert read_keys(None) == ()
+    monkeypatch.setenv("DRAFTGRAPH_API_KEYS", "three, two,")
+    assert read_keys(str(file)) == ("three", "two", "one")
+    monkeypatch.setenv("DRAFTGRAPH_API_KEYS", " , ")
+    assert read_keys(None) == ()
 
 
 def test_a_file_without_keys_lets_nobody_in_by_mistake(tmp_path):
@@ -111,9 +114,50 @@ def test_a_file_without_keys_lets_nobody_in_by_mistake(tmp_path):
     for content in (b"", b"\n# nothing\n", b"\xff\xfe"):
         file.write_bytes(content)
         with pytest.raises(UsageError, match="one key a line"):
-            read_keys(file, None)
+            read_keys(str(file))
     with pytest.raises(UsageError, match="cannot be read"):
-        read_keys(tmp_path / "missing", None)
+        read_keys(str(tmp_path / "missing"))
+
+
+class TestReload:
+    """On SIGHUP."""
+
+    @pytest.fixture
+    def file(self, tmp_path):
+        file = tmp_path / "keys"
+        file.write_text("old\nkept\n")
+        return file
+
+    @pytest.fixture
+    def server(self, file):
+        with LiveServer(api_keys=read_keys(str(file)), key_file=str(file)) as server:
+            yield server
+
+    def let_in(self, server) -> list[str]:
+        return [key for key in ("old", "kept", "new") if get(server, "/v1/models", f"Bearer {key}").status_code == 200]
+
+    def test_keys_are_those_that_the_file_has_now(self, server, file):
+        assert self.let_in(server) == ["old", "kept"]
+        file.write_text("kept\nnew\n")
+        server.server.reload()
+        assert self.let_in(server) == ["kept", "new"]
+
+    def test_streams_go_on(self, server, file):
+        asked = {"model": "fake", "prompt": f"the cat {SLOW}", "temperature": 0, "max_tokens": 30}
+        stream = server.client(api_key="old").completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        text = next(chunks := iter(stream)).choices[0].text
+        file.write_text("new\n")
+        server.server.reload()
+        assert self.let_in(server) == ["new"]
+        text += "".join(chunk.choices[0].text for chunk in chunks)
+        assert len(text.split()) > 8
+
+    @pytest.mark.parametrize("content", [None, b"", b"# none\n", b"\xff"])
+    def test_a_bad_file_changes_nothing(self, server, file, content, caplog):
+        file.unlink() if content is None else file.write_bytes(content)
+        server.server.reload()
+        assert self.let_in(server) == ["old", "kept"]
+        assert any("not read again" in line and str(file) in line for line in caplog.messages)
 
 
 def test_settings_do_not_show_keys():

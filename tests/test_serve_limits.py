@@ -21,7 +21,7 @@ from serve_tools import SERVE, SLOW, LiveServer, tokenizer, wait_until
 from draftgraph.serve import connections
 from draftgraph.serve.connections import affordable
 from draftgraph.serve.generation import LONG_BODY
-from draftgraph.serve.run import RepeatLimit
+from draftgraph.serve.logs import RepeatLimit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -300,7 +300,7 @@ def test_a_request_that_never_came_whole_is_not_logged(server, caplog):
 def test_a_warning_that_comes_again_and_again_is_logged_now_and_then(caplog, monkeypatch):
     caplog.handler.addFilter(limit := RepeatLimit(most=3, seconds=10.0))
     clock = iter([*[0.0] * 100, *[11.0] * 5])
-    monkeypatch.setattr("draftgraph.serve.run.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("draftgraph.serve.logs.time", SimpleNamespace(monotonic=lambda: next(clock)))
     logger = logging.getLogger("some library")
     for number in range(105):
         logger.warning("warning %d", number)

@@ -222,6 +222,18 @@ class TestFaults:
         assert server.engine.process_id == before
 
 
+class TestFigures:
+    def test_what_is_counted_agrees_however_jobs_ended(self, server):
+        whole = server.asks(max_tokens=60).choices[0].text
+        stopped = server.asks(max_tokens=60, stop=[whole[20:24]])
+        assert stopped.choices[0].finish_reason == "stop" and stopped.usage.prompt_tokens_details.cached_tokens > 0
+        assert sum(stopped.usage.draftgraph["drafted_by_source"].values()) > 0
+        with server.asks(max_tokens=400, stream=True) as gone:
+            next(iter(gone))
+        serve_tools.wait_until(lambda: server.engine.figures["running"] == 0)
+        serve_tools.assert_figures_agree(server.figures())
+
+
 class TestTenants:
     def cached(self, answer):
         return answer.usage.prompt_tokens_details.cached_tokens

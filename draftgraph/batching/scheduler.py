@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftgraph.batching.batch import SEQUENCES, Batch
-from draftgraph.batching.job import Finish, Job, Progress
+from draftgraph.batching.job import Finish, Job, Kind, Progress
 from draftgraph.batching.requests import config_of, request_of
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
@@ -78,13 +78,12 @@ class Scheduler:
         self._tasks: dict[str, Task] = {}
         self._by_sequence: dict[Sequence, Task] = {}
         self._pasts: OrderedDict[str, Past] = OrderedDict()
-        self._cancelled: list[Progress] = []
         self._steps = 0
         self._seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        return self.batch.busy or bool(self._cancelled)
+        return self.batch.busy
 
     def submit(self, job: Job) -> None:
         if job.id in self._tasks:
@@ -108,15 +107,14 @@ class Scheduler:
         self._tasks[job.id] = self._by_sequence[sequence] = task
         self.batch.add(sequence)
 
-    def cancel(self, id: str) -> None:
-        """Its slots are free for the next step, which tells its figures."""
-        if task := self._tasks.get(id):
-            self._cancelled.append(self._ended(task, "cancelled"))
+    def cancel(self, id: str) -> Progress | None:
+        """Its last progress, if it is under way; its slots are free for the next step."""
+        task = self._tasks.get(id)
+        return None if task is None else self._ended(task, "cancelled")
 
     def step(self) -> list[Progress]:
         """One pass for everybody."""
-        told, self._cancelled = self._cancelled, []
-        told += [self._ended(task, "deadline") for task in list(self._tasks.values()) if task.late]
+        told = [self._ended(task, "deadline") for task in list(self._tasks.values()) if task.late]
         start = time.monotonic()
         taken = self.batch.step().steps
         self._steps += bool(taken)
@@ -172,13 +170,10 @@ class Scheduler:
         return told
 
     def _failed(self, task: Task, failure: Exception) -> Progress:
+        told = Progress.failed(task.job.id, *described_failure(failure))
+        told.stats = self._stats(task)
         self._forget(task)
-        message = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-        if isinstance(failure, OutOfPages | torch.OutOfMemoryError):
-            return Progress.failed(task.job.id, "memory", "there is no memory left for this request: try again later")
-        if isinstance(failure, UsageError):
-            return Progress.failed(task.job.id, "usage", message)
-        return Progress.failed(task.job.id, "engine", f"{type(failure).__name__}: {message}")
+        return told
 
     def _past_of(self, tenant: str) -> Past | None:
         """The tenant's own, and nobody else's."""
@@ -210,6 +205,15 @@ class Scheduler:
 
     def _prompt_logprobs(self, task: Task) -> list[dict[str, Any] | None] | None:
         return task.prompt_logprobs if task.job.prompt_logprobs is not None else None
+
+
+def described_failure(failure: Exception) -> tuple[Kind, str]:
+    message = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+    if isinstance(failure, OutOfPages | torch.OutOfMemoryError):
+        return "memory", "there is no memory left for this request: try again later"
+    if isinstance(failure, UsageError):
+        return "usage", message
+    return "engine", f"{type(failure).__name__}: {message}"
 
 
 def sources_of(step: Step) -> list[str]:

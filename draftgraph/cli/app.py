@@ -19,11 +19,11 @@ from draftgraph.cli.distill import distill
 from draftgraph.cli.doctor import doctor
 from draftgraph.cli.generate import compare, generate, inspect
 from draftgraph.cli.options import MODELS, REPORTS, Settings, register
-from draftgraph.cli.serve import KEYS, SERVE_OPTIONS, serve
+from draftgraph.cli.serve import SERVE_OPTIONS, serve
 from draftgraph.cli.terminal import FAILED, INTERRUPTED, WRONG_USE, complain, usage_line
 from draftgraph.distillation.recipe import OWN_PROMPTS, STEPS, Recipe
 from draftgraph.errors import DraftGraphError, UsageError
-from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.settings import KEYS, ServerSettings
 
 EPILOG = "Every option can also be set in the environment, --max-nodes as DRAFTGRAPH_MAX_NODES, or in a --config file."
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ SERVE_OPTIONS = (
     *("exact", "profile", "config", "debug"),
 )
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
-KEYS = "DRAFTGRAPH_API_KEYS"
 
 
 def serve(
@@ -41,12 +39,13 @@ def serve(
     refuse_missing_packages()
     name = name or name_of(settings.target)
     adapters = adapter_folders(lora or [], [name, *(alias or [])])
-    keys = read_keys(Path(key_file) if key_file else None, os.environ.get(KEYS))
+    keys = read_keys(key_file)
     served = ServerSettings(
         model_name=name,
         aliases=tuple(alias or ()),
         adapters=tuple(adapters),
         api_keys=keys,
+        key_file=key_file,
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allow_host or ()),
         max_tokens=max_new_tokens,

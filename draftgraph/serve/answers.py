@@ -10,12 +10,13 @@ from contextlib import aclosing
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftgraph.batching.job import Job
-from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, json_bytes
+from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, gone, json_bytes
 from draftgraph.serve.formats import ToolUse
 from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
 from draftgraph.serve.jobs import message_text
@@ -277,20 +278,23 @@ def completion_logprobs(scores: Sequence[TokenScore], names: TokenNames, offset:
 
 async def respond(request: Request, form: Form, stream: bool, seconds: float) -> Response:
     """The answer whole, or as a stream; a failure before its first delta is still a plain error."""
-    deltas = form.generation.deltas()
+    deltas, request.state.generation = form.generation.deltas(), form.generation
     if not stream:
         async with aclosing(deltas):
             found = await while_present(request.receive, gathered(deltas))
             return await asyncio.to_thread(lambda: JSONAnswer(form.whole(found)))
     first = await while_present(request.receive, anext(deltas, None))
-    return EventStream(events(form, first, deltas), deltas, seconds + SLOW_READER_SECONDS)
+    return EventStream(events(form, first, deltas, request.state), deltas, seconds + SLOW_READER_SECONDS)
 
 
 async def gathered(deltas: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def events(form: Form, first: Delta | None, rest: AsyncIterator[Delta]) -> AsyncGenerator[bytes, None]:
+async def events(
+    form: Form, first: Delta | None, rest: AsyncIterator[Delta], state: State
+) -> AsyncGenerator[bytes, None]:
+    """Leaves in the state of the request the error that ended it."""
     try:
         yield form.written(form.opening())
         if first is not None:
@@ -299,10 +303,12 @@ async def events(form: Form, first: Delta | None, rest: AsyncIterator[Delta]) ->
             yield await events_of(form, delta)
         yield form.written(form.closing())
     except ApiError as error:
+        state.error = error
         yield form.written(form.failure(error))
     except Exception:
         logger.exception("a stream failed")
-        yield form.written(form.failure(ApiError(500, SERVER_FAULT, type="server_error")))
+        state.error = ApiError(500, SERVER_FAULT, type="server_error")
+        yield form.written(form.failure(state.error))
     yield form.end
 
 
@@ -327,7 +333,7 @@ class EventStream(Response):
             async with asyncio.timeout(self._seconds):
                 await while_present(receive, self._send(send))
         except (ClientGone, TimeoutError):
-            return
+            scope["state"]["error"] = gone()
         finally:
             await self._events.aclose()
             await self._source.aclose()

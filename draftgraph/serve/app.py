@@ -40,6 +40,7 @@ from draftgraph.serve.schemas import (
     TokenizeRequest,
 )
 from draftgraph.serve.settings import Keys, ServerSettings, is_loopback
+from draftgraph.serve.tracing import tracing_of
 from draftgraph.text import decode
 
 logger = logging.getLogger("draftgraph.serve")
@@ -63,15 +64,17 @@ STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream"
 def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> FastAPI:
     """An app that answers with this engine, which it starts and stops."""
     metrics = Metrics(settings.model_name, settings.vllm_metrics)
-    engine.on_finished = metrics.count_stats
+    engine.on_finished = metrics.count_job
     engine.on_failure = metrics.failures.inc
-    server = Server(settings, engine, tokenizer, metrics)
+    server, tracing = Server(settings, engine, tokenizer, metrics), tracing_of(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await engine.start()
         yield
         await engine.stop()
+        if tracing is not None:
+            tracing.close()
 
     app = FastAPI(
         title="draftgraph",
@@ -88,14 +91,15 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
     playground.mount(app)
     errors.install(app)
     app.add_middleware(BodyLimit, settings=settings)
-    app.add_middleware(KeyRequired, keys=Keys(settings.api_keys))
+    app.state.keys = Keys(settings.api_keys)
+    app.add_middleware(KeyRequired, keys=app.state.keys)
     if is_loopback(settings.host) and not settings.api_keys:
         app.add_middleware(OwnName, settings=settings)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Counted, metrics=metrics)
+    app.add_middleware(Counted, metrics=metrics, tracing=tracing)
     return app
 
 
@@ -187,13 +191,16 @@ def status_routes(server: Server) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", tags=["status"], responses={503: ERRORS[503]})
     async def ready() -> Any:
-        """Whether requests can be answered."""
-        return JSONAnswer({"status": "ready"} | asdict(engine.require_ready()))
+        """Whether requests can be answered, and soon."""
+        found = engine.require_ready()
+        if engine.is_silent:
+            raise errors.failure("engine", "the engine has said nothing for a while: try again later")
+        return JSONAnswer({"status": "ready"} | asdict(found))
 
     @router.get("/metrics", tags=["status"], response_class=Response)
     async def metrics() -> Response:
         """Figures for Prometheus."""
-        server.metrics.show_engine(engine.ready is not None, engine.figures)
+        server.metrics.show_engine(engine.ready is not None and not engine.is_silent, engine.figures)
         return Response(server.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @router.get("/v1/models", tags=["OpenAI"], responses={401: ERRORS[401]})

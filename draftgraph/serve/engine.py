@@ -18,13 +18,13 @@ from draftgraph.serve.wire import Ready
 
 logger = logging.getLogger("draftgraph.serve")
 MOST_TOKENS = 1 << 22  # that one request sends, once for each answer: to write them takes a third of a second
-SLACK = 5.0  # seconds past its deadline after which a job is given up without a message of the engine
+SLACK = 5.0  # seconds past its deadline, or its end, after which a job is given up without a message of the engine
 EXIT_SECONDS = 5.0  # for an engine to end after a stop message
 SOUND_SECONDS = 60.0  # an engine that ran this long is started again without waiting longer than the first time
 
 
 class Submission:
-    """Jobs of one request: an iterator over their progress until all are done. Closing it cancels the rest."""
+    """Jobs of one request: an iterator over their progress until all have ended. Closing it cancels the rest."""
 
     def __init__(self, ids: Iterable[str], cancel: Callable[[str], None]) -> None:
         self._open, self._cancel = set(ids), cancel
@@ -41,13 +41,9 @@ class Submission:
                     self._open.discard(progress.id)
                 yield progress
 
-    def cancel(self, id: str) -> None:
-        self._open.discard(id)
-        self._cancel(id)
-
     def close(self) -> None:
-        for id in list(self._open):
-            self.cancel(id)
+        for id in self._open:
+            self._cancel(id)
 
 
 class Engine:
@@ -60,7 +56,7 @@ class Engine:
         self.failed_to_start: str | None = None  # it never came up: starting it again would not help
         self.on_failed_start: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
-        self.on_finished: Callable[[Progress], None] = lambda progress: None
+        self.on_finished: Callable[[Progress], None] = lambda progress: None  # once for each job that it ended
         self.process_id: int | None = None
         self._command, self._settings = list(command), settings
         self._submissions: dict[str, Submission] = {}
@@ -93,6 +89,11 @@ class Engine:
     def under_way(self) -> int:
         return len(self._submissions)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether its loop stands still, or a pass takes very long: requests may wait, but more should go elsewhere."""
+        return time.monotonic() - self._last_message > self._settings.heartbeat
+
     def require_ready(self) -> Ready:
         """The facts of a model that can answer."""
         if self.closing:
@@ -111,19 +112,26 @@ class Engine:
         if self.under_way + len(jobs) > room:
             raise failure("overloaded", "too many requests are waiting already: try again later")
         submission = Submission([job.id for job in jobs], self.cancel)
-        loop = asyncio.get_running_loop()
         for job in jobs:
             self._submissions[job.id] = submission
             if job.deadline is not None:
-                self._deadlines[job.id] = loop.call_later(job.deadline + SLACK, self._time_out, job.id)
+                self._give_up_after(job.deadline + SLACK, job.id)
             self._send({"submit": job.to_dict()})
         return submission
 
+    def end(self, id: str) -> None:
+        """Its answer is complete: only its figures are waited for, and not for long."""
+        self._send({"cancel": id})
+        self._give_up_after(SLACK, id)
+
     def cancel(self, id: str) -> None:
+        """Nobody waits for it any more."""
         if self._forget(id) is not None:
             self._send({"cancel": id})
 
     def fail_all(self, kind: Kind, message: str) -> None:
+        if self._submissions:
+            logger.warning("%d answers end with an error: %s", len(self._submissions), message)
         for id in list(self._submissions):
             self._send({"cancel": id})
             self._deliver(Progress.failed(id, kind, message))
@@ -193,8 +201,10 @@ class Engine:
             async for line in reader:
                 message, self._last_message = wire.message(line), time.monotonic()
                 if "progress" in message:
-                    for values in message["progress"]:
-                        self._deliver(wire.read(Progress, values))
+                    for progress in [wire.read(Progress, values) for values in message["progress"]]:
+                        if progress.finish_reason is not None:
+                            self.on_finished(progress)
+                        self._deliver(progress)
                 elif "figures" in message:
                     self.figures = message["figures"]
                 elif "ready" in message:
@@ -207,10 +217,14 @@ class Engine:
     def _deliver(self, progress: Progress) -> None:
         submission = self._submissions.get(progress.id)
         if progress.finish_reason is not None:
-            self.on_finished(progress)
             self._forget(progress.id)
         if submission is not None:
             submission.put(progress)
+
+    def _give_up_after(self, seconds: float, id: str) -> None:
+        if (earlier := self._deadlines.get(id)) is not None:
+            earlier.cancel()
+        self._deadlines[id] = asyncio.get_running_loop().call_later(seconds, self._time_out, id)
 
     def _time_out(self, id: str) -> None:
         self._send({"cancel": id})

@@ -48,8 +48,8 @@ class Loop:
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         while not self._stopped:
             self._run_commands()
-            if progress := self._scheduler.step() if self._scheduler.busy else []:
-                self.send({"progress": [one.to_dict() for one in progress]})
+            if self._scheduler.busy:
+                self._tell(self._scheduler.step())
             self._send_figures()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -76,7 +76,8 @@ class Loop:
         if "submit" in command:
             self._submit(command["submit"])
         elif "cancel" in command:
-            self._scheduler.cancel(command["cancel"])
+            if (last := self._scheduler.cancel(command["cancel"])) is not None:
+                self._tell([last])
         elif "stop" in command:
             self._stopped = True
 
@@ -90,7 +91,11 @@ class Loop:
             self._refuse(fields["id"], "engine", in_one_line(error))
 
     def _refuse(self, id: str, kind: Kind, why: str) -> None:
-        self.send({"progress": [Progress.failed(id, kind, why).to_dict()]})
+        self._tell([Progress.failed(id, kind, why)])
+
+    def _tell(self, progress: list[Progress]) -> None:
+        if progress:
+            self.send({"progress": [one.to_dict() for one in progress]})
 
     def _send_figures(self) -> None:
         figures, now = self._scheduler.figures(), time.monotonic()

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 RETRY_SECONDS = "1"
+GONE = 499  # nginx's status for a client that went away: only the log and the metrics see it
 SERVER_FAULT = "the server failed to answer: its log says more"
 
 
@@ -42,7 +43,7 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers or {}
+        self.status, self.headers, self.code = status, headers or {}, code or type
         self.body: ErrorBody = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
@@ -65,6 +66,10 @@ class JSONAnswer(Response):
 
 class ClientGone(Exception):
     """The client disconnected."""
+
+
+def gone() -> ApiError:
+    return ApiError(GONE, "the client went away", code="client_gone")
 
 
 def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -94,11 +99,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> Response:
+        request.state.error = error
         return answer(error)
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # nginx's number for it; only the log sees it
+        return Response(status_code=GONE)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
@@ -109,10 +115,6 @@ def install(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         said = {404: f"there is no {request.method} {request.url.path}", 405: f"{request.method} is not allowed here"}
         return answer(ApiError(error.status_code, said.get(error.status_code, str(error.detail)), headers=headers))
-
-    @app.exception_handler(Exception)
-    async def fault(request: Request, error: Exception) -> Response:
-        return answer(ApiError(500, SERVER_FAULT, type="server_error"))
 
 
 def from_validation(error: RequestValidationError) -> ApiError:

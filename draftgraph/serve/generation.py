@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from draftgraph.batching.job import Job, Progress
 from draftgraph.serve.engine import Engine
-from draftgraph.serve.errors import failure
+from draftgraph.serve.errors import ApiError, failure
 from draftgraph.serve.formats import AnswerFormats
 from draftgraph.serve.grammars import Grammars
 from draftgraph.serve.jobs import Prompts
@@ -196,17 +196,27 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Raises an ApiError if any of the jobs fails; closing it cancels what is left."""
-        with closing(self._server.engine.submit(self._jobs)) as submission:
-            async for progress in submission:
-                refuse_failed(progress)
-                answer = self.answers[progress.id]
-                delta = answer.take(progress)
-                if answer.finish_reason is not None:
-                    if progress.finish_reason is None:
-                        submission.cancel(progress.id)
-                    self._server.metrics.count_answer(answer, time.monotonic() - self._started)
-                if delta.is_worth_sending:
-                    yield delta
+        engine, metrics, outcome = self._server.engine, self._server.metrics, "abort"
+        with closing(engine.submit(self._jobs)) as submission:
+            try:
+                async for progress in submission:
+                    answer = self.answers[progress.id]
+                    if answer.finish_reason is not None:  # by a stop string: the engine went on until it was told
+                        answer.stats = progress.stats or answer.stats
+                        continue
+                    refuse_failed(progress)
+                    delta = answer.take(progress)
+                    if answer.finish_reason is not None:
+                        metrics.count_answer(answer, time.monotonic() - self._started)
+                        if progress.finish_reason is None:
+                            engine.end(progress.id)
+                    if delta.is_worth_sending:
+                        yield delta
+            except ApiError:
+                outcome = "error"
+                raise
+            finally:
+                metrics.answers.labels(outcome).inc(sum(one.finish_reason is None for one in self.answers.values()))
 
     def usage(self) -> Usage:
         answers = list(self.answers.values())

@@ -8,34 +8,57 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftgraph.serve.errors import ApiError, ClientGone, answer
+from draftgraph.serve.errors import GONE, SERVER_FAULT, ApiError, ClientGone, answer
 from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.settings import Keys, ServerSettings, is_loopback
+
+if TYPE_CHECKING:
+    from draftgraph.serve.tracing import Tracing
 
 logger = logging.getLogger("draftgraph.serve")
 WATCHED = ("/health", "/ready", "/metrics")  # asked for every few seconds: not worth a line
 OPEN = ("/", "/health", "/ready", "/docs", "/openapi.json")
 OPEN_UNDER = "/playground/"
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 MOST_CONTAINERS = 1 << 18  # objects and lists in one body: a million of them take a third of a second to read
 
 
-class Counted:
-    """Counts and logs every request by its route: what a client wrote into a path or a body stays out of both."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a request ended."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    method: str
+    route: str
+    status: int  # in the end, whatever a stream had begun with
+    seconds: float
+    request_id: str
+    code: str | None = None  # of an error
+    in_stream: bool = False  # the error
+
+    def __str__(self) -> str:
+        error = f" {self.code}{' in a stream' * self.in_stream}" if self.code else ""
+        return f"{self.method} {self.route} {self.status}{error} {self.seconds:.3f} s, request {self.request_id}"
+
+
+class Counted:
+    """Counts, logs and traces every request by its route: what a client wrote into a path or a body stays out of it."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._app, self._metrics, self._tracing = app, metrics, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        started, status, id = time.monotonic(), 499, uuid.uuid4().hex
+        started, status, id = time.monotonic(), GONE, request_id(scope)
+        state: dict[str, Any] = scope.setdefault("state", {})
 
         async def named_send(message: Message) -> None:
             nonlocal status
@@ -47,15 +70,36 @@ class Counted:
         try:
             await self._app(scope, receive, named_send)
         except Exception:
-            status = 500
-            raise
+            if status != GONE:  # an answer has begun: the server closes the connection
+                status = 500
+                raise
+            logger.exception("request %s failed", id)
+            await answer(ApiError(500, SERVER_FAULT, type="server_error"))(scope, receive, named_send)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
-            seconds = time.monotonic() - started
-            self._metrics.count_request(route, status, seconds)
-            never_came = status == 499 and route == "other"  # as with thousands of half-sent bodies
-            level = logging.DEBUG if route in WATCHED or never_came else logging.INFO
-            logger.log(level, "%s %s %s %.3f s, request %s", scope["method"], route, status, seconds, id)
+            route, seconds = getattr(scope.get("route"), "path", "other"), time.monotonic() - started
+            error: ApiError | None = state.get("error")
+            outcome = Outcome(scope["method"], route, status, seconds, id)
+            if error is not None:
+                outcome = replace(outcome, status=error.status, code=error.code, in_stream=status < 400)
+            self._record(scope, outcome)
+
+    def _record(self, scope: Scope, outcome: Outcome) -> None:
+        self._metrics.count_request(outcome.route, outcome.status, outcome.seconds)
+        if outcome.in_stream and outcome.status != GONE:
+            self._metrics.stream_errors.labels(outcome.code).inc()
+        never_came = outcome.status == GONE and outcome.route == "other"  # as with thousands of half-sent bodies
+        is_worth_telling = not (outcome.route in WATCHED or never_came)
+        logger.log(
+            logging.INFO if is_worth_telling else logging.DEBUG, "%s", outcome, extra={"fields": asdict(outcome)}
+        )
+        if self._tracing is not None and is_worth_telling:
+            self._tracing.record(outcome, trace_headers(scope), scope["state"].get("generation"))
+
+
+def request_id(scope: Scope) -> str:
+    """The client's, if it can stand in a log."""
+    given = (header(scope, b"x-request-id") or b"").decode("latin-1")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 class KeyRequired:
@@ -163,6 +207,11 @@ class JSONRoute(APIRoute):
             return await answer_json(JSONRequest(request.scope, request.receive))
 
         return answer
+
+
+def trace_headers(scope: Scope) -> dict[str, str]:
+    found = {name: header(scope, name.encode()) for name in ("traceparent", "tracestate")}
+    return {name: value.decode("latin-1") for name, value in found.items() if value is not None}
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

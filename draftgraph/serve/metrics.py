@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from draftgraph.batching.job import Progress
     from draftgraph.serve.generation import Answer
@@ -18,7 +18,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 TOKENS_PER_PASS = (1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
-LAST_POSITION = 64
+LAST_POSITION = 64  # in a draft: further ones, of which there can be many, are counted together
 ENGINE_FIGURES = {
     "running": "Requests that are being answered",
     "waiting": "Requests that wait for a place",
@@ -35,6 +35,9 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests by route and status", ["route", "status"])
         self.request_seconds = self._histogram("request_seconds", "Until an answer is complete", SECONDS, ["route"])
+        self.stream_errors = self._counter("stream_errors", "Streams that ended with an error, by its code", ["code"])
+        self.answers = self._counter("answers", "Answers by how they ended", ["finished_reason"])
+        self.answer_seconds = self._histogram("answer_seconds", "Until one answer is complete", SECONDS)
         self.queue_seconds = self._histogram("queue_seconds", "Until a request had a place", SECONDS)
         self.first_token = self._histogram("time_to_first_token_seconds", "Until the first new token", SECONDS)
         self.per_token = self._histogram("time_per_token_seconds", "For each token after the first", TOKEN_SECONDS)
@@ -44,6 +47,7 @@ class Metrics:
         self.tokens = self._counter("tokens", "New tokens by where they came from", ["source"])
         self.reused = self._counter("reused_prompt_tokens", "Prompt tokens that were known already")
         self.passes = self._counter("passes", "Passes of the target that gave tokens, one for each text in them")
+        self.drafts = self._counter("drafts", "Passes that had a draft to check, one for each text in them")
         self.drafted = self._counter("drafted_tokens", "Tokens that the target checked", ["source"])
         self.accepted = self._counter("accepted_tokens", "Drafted tokens that the target agreed with", ["source"])
         self.drafted_at = self._counter("drafted_tokens_by_position", "Checked, by place in a draft", ["position"])
@@ -67,32 +71,40 @@ class Metrics:
         self.request_seconds.labels(route).observe(seconds)
 
     def count_answer(self, answer: Answer, seconds: float) -> None:
-        """Of an answer that is complete."""
-        self.prompt_tokens.observe(len(answer.job.tokens))
-        self.new_tokens.observe(answer.tokens)
-        self.passes.inc(answer.steps)
-        for source, count in answer.sources.items():
-            self.tokens.labels(source).inc(count)
-            if source != "target":
-                self.accepted.labels(source).inc(count)
+        """Of an answer that is complete: how long its client waited."""
+        self.answers.labels(answer.finish_reason).inc()
+        self.answer_seconds.observe(seconds)
         if answer.first_token_seconds is not None:
             self.first_token.observe(answer.first_token_seconds)
-            self.per_pass.observe(answer.tokens / answer.steps)
             if answer.tokens > 1:
                 self.per_token.observe((seconds - answer.first_token_seconds) / (answer.tokens - 1))
 
-    def count_stats(self, progress: Progress) -> None:
-        """Of a job that is done, from the engine's figures."""
+    def count_job(self, progress: Progress) -> None:
+        """Of a job that has ended in whatever way: what the engine did for it.
+
+        Tokens and drafts are counted here and nowhere else, so that their figures can be divided by one another.
+        """
         stats = progress.stats or {}
         if (waited := stats.get("queue_seconds")) is not None:
             self.queue_seconds.observe(waited)
-        self.reused.inc(stats.get("reused_tokens") or 0)
-        for counter, name in (
-            (self.drafted, "checked_by_source"),
-            (self.drafted_at, "checked_by_depth"),
-            (self.accepted_at, "accepted_by_depth"),
+        if "steps" not in stats:  # it never had a place
+            return
+        steps, tokens, accepted = stats["steps"], stats["new_tokens"], stats["accepted_by_source"]
+        self.prompt_tokens.observe(stats["prompt_tokens"])
+        self.reused.inc(stats["reused_tokens"])
+        self.new_tokens.observe(tokens)
+        self.passes.inc(steps)
+        self.drafts.inc(stats["drafts"])
+        if steps:
+            self.per_pass.observe(tokens / steps)
+        for counter, counts in (
+            (self.tokens, accepted | {"target": tokens - sum(accepted.values())}),
+            (self.accepted, accepted),
+            (self.drafted, stats["checked_by_source"]),
+            (self.drafted_at, stats["checked_by_depth"]),
+            (self.accepted_at, stats["accepted_by_depth"]),
         ):
-            for label, count in (stats.get(name) or {}).items():
+            for label, count in counts.items():
                 counter.labels(known_label(label)).inc(count)
 
     def show_engine(self, is_ready: bool, figures: dict[str, Any]) -> None:
@@ -105,37 +117,69 @@ class Metrics:
 
 
 class VLLMNames(Collector):
-    """The figures of drafting under the names that vLLM's dashboards and benchmarks look for."""
+    """Figures under the names that vLLM's dashboards and benchmarks look for, older names included."""
 
     def __init__(self, metrics: Metrics, model_name: str) -> None:
-        self._metrics, self._model = metrics, model_name
+        self._metrics, self._model = metrics, {"model_name": model_name}
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
-        for name, help, counter in (
-            ("drafts", "Number of spec decoding drafts.", metrics.passes),
-            ("draft_tokens", "Number of draft tokens.", metrics.drafted),
-            ("accepted_tokens", "Number of accepted tokens.", metrics.accepted),
+        for name, metric in (
+            ("num_requests_running", metrics.engine["running"]),
+            ("num_requests_waiting", metrics.engine["waiting"]),
+            ("request_success", metrics.answers),
+            ("prefix_cache_hits", metrics.reused),
+            ("spec_decode_num_drafts", metrics.drafts),
+            ("time_to_first_token_seconds", metrics.first_token),
+            ("request_time_per_output_token_seconds", metrics.per_token),
+            ("inter_token_latency_seconds", metrics.per_token),
+            ("time_per_output_token_seconds", metrics.per_token),
+            ("e2e_request_latency_seconds", metrics.answer_seconds),
+            ("request_queue_time_seconds", metrics.queue_seconds),
+            ("request_prompt_tokens", metrics.prompt_tokens),
+            ("request_generation_tokens", metrics.new_tokens),
         ):
-            family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", help, labels=["model_name"])
-            family.add_metric([self._model], sum(totals(counter).values()))
-            yield family
-        by_place = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens per draft position.",
-            labels=["model_name", "position"],
-        )
-        for place, count in totals(metrics.accepted_at).items():
-            by_place.add_metric([self._model, str(int(place) - 1)], count)  # vLLM counts from 0
-        yield by_place
+            yield self._renamed(name, metric)
+        for name, help, value in (
+            ("prompt_tokens", "Tokens of prompts", total(metrics.prompt_tokens, "_sum")),
+            ("generation_tokens", "New tokens", total(metrics.tokens)),
+            ("prefix_cache_queries", "Tokens of prompts", total(metrics.prompt_tokens, "_sum")),
+            ("spec_decode_num_draft_tokens", "Tokens that the target checked", total(metrics.drafted)),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted", total(metrics.accepted)),
+        ):
+            yield self._family("counter", name, help, [("_total", {}, value)])
+        usage = total(metrics.engine["slots_used"], "") / max(1.0, total(metrics.engine["slots_total"], ""))
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+            yield self._family("gauge", name, "Share of key-value slots in use", [("", {}, usage)])
+        by_place = [
+            ("_total", {"position": str(int(place) - 1)}, count)  # vLLM counts from 0
+            for place, count in totals(metrics.accepted_at).items()
+            if place.isdigit()
+        ]
+        yield self._family("counter", "spec_decode_num_accepted_tokens_per_pos", "Accepted, by place", by_place)
+
+    def _renamed(self, name: str, metric: Counter | Gauge | Histogram) -> Metric:
+        (ours,) = metric.collect()
+        samples = [(one.name.removeprefix(ours.name), one.labels, one.value) for one in ours.samples]
+        return self._family(ours.type, name, ours.documentation, samples)
+
+    def _family(self, kind: str, name: str, help: str, samples: Iterable[tuple[str, dict[str, str], float]]) -> Metric:
+        family = Metric(f"vllm:{name}", help, kind)
+        for suffix, labels, value in samples:
+            family.add_sample(family.name + suffix, self._model | labels, value)
+        return family
 
 
 def known_label(label: str) -> str:
-    """A source as it is; of positions, which clients can make many of, the last stands for all further ones."""
-    return str(min(int(label), LAST_POSITION)) if label.isdigit() else label
+    """A source as it is; of positions, which clients can make many of, those past the last have one label."""
+    return f"over {LAST_POSITION}" if label.isdigit() and int(label) > LAST_POSITION else label
 
 
-def totals(counter: Counter) -> dict[str, float]:
-    """By the one label that a counter has, or by nothing."""
-    samples = [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+def totals(metric: Counter | Gauge | Histogram, suffix: str = "_total") -> dict[str, float]:
+    """By the one label that a metric has, or by nothing."""
+    samples = [sample for family in metric.collect() for sample in family.samples if sample.name.endswith(suffix)]
     return {next(iter(sample.labels.values()), ""): sample.value for sample in samples}
+
+
+def total(metric: Counter | Gauge | Histogram, suffix: str = "_total") -> float:
+    return sum(totals(metric, suffix).values())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import gc
 import json
 import logging
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from fastapi import FastAPI
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.models.load import find_source, load_tokenizer
 from draftgraph.serve.app import create_app
-from draftgraph.serve.connections import ACCEPTED_AT_ONCE, Connection, Connections
+from draftgraph.serve.connections import ACCEPTED_AT_ONCE, Connections
 from draftgraph.serve.engine import Engine
-from draftgraph.serve.settings import ServerSettings
+from draftgraph.serve.logs import logging_to_stderr
+from draftgraph.serve.settings import Keys, ServerSettings, read_keys
 
+logger = logging.getLogger("draftgraph.serve")
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 LAST_WORDS = 2  # seconds for the errors that end what is still under way after the grace time
 
@@ -32,14 +34,32 @@ LAST_WORDS = 2  # seconds for the errors that end what is still under way after 
 class GracefulServer(uvicorn.Server):
     """Told to stop, it takes no new requests and gives those under way their time."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, connections: Connections) -> None:
+    def __init__(
+        self, config: uvicorn.Config, settings: ServerSettings, engine: Engine, keys: Keys, connections: Connections
+    ) -> None:
         super().__init__(config)
-        self._engine, self._grace, self._connections = engine, grace, connections
+        self._settings, self._engine, self._keys, self._connections = settings, engine, keys, connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        reloads = self._settings.key_file or self._settings.tls_cert
+        if reloads and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
         for listener in sockets or []:
             listener.listen(BACKLOG)  # asyncio has set it to how many it accepts at once
+
+    def reload(self) -> None:
+        """Reads keys and certificate again, for requests to come; what cannot be read stays as it was."""
+        for read in (self._reload_keys, self._connections.reload_certificate):
+            try:
+                read()
+            except UsageError as error:
+                logger.error("not read again: %s", error)
+
+    def _reload_keys(self) -> None:
+        if self._settings.key_file is not None:
+            self._keys.replace(read_keys(self._settings.key_file))
+            logger.info("the API keys in %s were read again", self._settings.key_file)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # of tenths of a second
@@ -47,8 +67,11 @@ class GracefulServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.drain(self._grace)
+        started, under_way, grace = time.monotonic(), self._engine.under_way, self._settings.grace
+        logger.info("stopping: %d answers under way have %g seconds to end", under_way, grace)
+        self._engine.drain(grace)
         await super().shutdown(sockets)
+        logger.info("stopped after %.1f seconds", time.monotonic() - started)
 
 
 def run(settings: ServerSettings, tokenizer: Any, engine_options: dict[str, Any]) -> None:
@@ -58,11 +81,10 @@ def run(settings: ServerSettings, tokenizer: Any, engine_options: dict[str, Any]
     engine = Engine(command, settings)
     server = server_of(create_app(settings, engine, tokenizer), settings, engine)
     engine.on_failed_start = lambda: setattr(server, "should_exit", True)
-    with listening(settings) as listener, logging_to_stderr():
+    with listening(settings) as listener, logging_to_stderr(settings):
         shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-        logging.getLogger("draftgraph.serve").info(
-            "http://%s:%s loads %s", shown, listener.getsockname()[1], settings.model_name
-        )
+        scheme = "http" if settings.tls_cert is None else "https"
+        logger.info("%s://%s:%s loads %s", scheme, shown, listener.getsockname()[1], settings.model_name)
         gc.freeze()  # what is there stays: a large request must not have all of it looked through again and again
         server.run(sockets=[listener])
     if engine.failed_to_start is not None:
@@ -73,7 +95,7 @@ def server_of(app: FastAPI, settings: ServerSettings, engine: Engine) -> Gracefu
     connections = Connections(settings)
     config = uvicorn.Config(
         app,
-        http=partial(Connection, connections),  # type: ignore[arg-type]
+        http=connections.protocol,  # type: ignore[arg-type]
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=settings.idle_seconds,  # type: ignore[arg-type]
@@ -84,7 +106,7 @@ def server_of(app: FastAPI, settings: ServerSettings, engine: Engine) -> Gracefu
         server_header=False,
         timeout_graceful_shutdown=int(settings.grace) + LAST_WORDS,
     )
-    return GracefulServer(config, engine, settings.grace, connections)
+    return GracefulServer(config, settings, engine, app.state.keys, connections)
 
 
 def listening(settings: ServerSettings) -> socket.socket:
@@ -95,45 +117,6 @@ def listening(settings: ServerSettings) -> socket.socket:
         raise DraftGraphError(
             f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; choose another --port"
         ) from error
-
-
-@contextlib.contextmanager
-def logging_to_stderr() -> Iterator[None]:
-    """Requests and failures of the engine, one line each; of libraries, warnings only."""
-    before = logging.root.manager.disable
-    logging.disable(logging.NOTSET)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("draftgraph.serve").setLevel(logging.INFO)
-    repeats = RepeatLimit()
-    for handler in logging.root.handlers:
-        handler.addFilter(repeats)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-        for handler in logging.root.handlers:
-            handler.removeFilter(repeats)
-
-
-class RepeatLimit(logging.Filter):
-    """Lets few warnings of one line of code pass in a while: clients can cause some of them as often as they like."""
-
-    def __init__(self, most: int = 5, seconds: float = 10.0) -> None:
-        super().__init__()
-        self._most, self._seconds = most, seconds
-        self._counts: dict[tuple[str, int], tuple[float, int]] = {}  # since when, how many
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
-            return True
-        place, now = (record.pathname, record.lineno), time.monotonic()
-        started, count = self._counts.get(place, (now, 0))
-        if now - started > self._seconds:
-            if count > self._most:
-                record.msg, record.args = f"{record.getMessage()} ({count - self._most} more were not logged)", ()
-            started, count = now, 0
-        self._counts[place] = started, count + 1
-        return count < self._most
 
 
 def served_tokenizer(target: str | None) -> Any:

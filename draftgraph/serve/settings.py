@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from draftgraph.errors import UsageError
 
 MEBIBYTE = 1 << 20
 TENANT_LENGTH = 32
+KEYS = "DRAFTGRAPH_API_KEYS"  # of the environment
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,16 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody who can connect is let in
+    key_file: str | None = None  # where some of them stand; read again on SIGHUP
+    tls_cert: str | None = None  # PEM files; read again on SIGHUP
+    tls_key: str | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names it answers under besides its own, where no key is asked for
     log_prompts: bool = False
-    vllm_metrics: bool = False  # figures of drafting also under vLLM's names
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    otlp_endpoint: str | None = None  # of a collector of traces; None: as OpenTelemetry's variables say
+    vllm_metrics: bool = False  # figures also under vLLM's names
 
     # defaults of a request
     temperature: float = 1.0  # as OpenAI has it
@@ -61,7 +70,8 @@ class ServerSettings:
     # the engine process
     restart_wait: float = 0.5  # before it is started again; doubled with every failure in a row
     restart_wait_most: float = 30.0
-    silence: float = 300.0  # seconds without a word from it, after which it is taken to be stuck
+    heartbeat: float = 60.0  # seconds without a message of it after which the server is not ready: passes may be long
+    silence: float = 300.0  # and after which it is taken to be stuck, killed and started again
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,6 +91,9 @@ class Keys:
     """The keys that are let in; without any, everybody is."""
 
     def __init__(self, keys: Iterable[str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str]) -> None:
         self._digests = [digest(key.encode()) for key in keys]
 
     def tenant(self, authorization: bytes | None) -> str | None:
@@ -100,11 +113,11 @@ def digest(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
-    """Keys of a file, one a line, and of an environment variable, with commas between them."""
-    found = [key.strip() for key in (environment or "").split(",")]
+def read_keys(file: str | None) -> tuple[str, ...]:
+    """Keys of the environment, with commas between them, and of a file, one a line."""
+    found = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
     if file is not None:
-        found += keys_of_file(file)
+        found += keys_of_file(Path(file))
     return tuple(dict.fromkeys(key for key in found if key))
 
 

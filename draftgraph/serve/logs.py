@@ -1,0 +1,72 @@
+"""What the server writes to stderr: one line for each event, as text or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from draftgraph.serve.settings import ServerSettings
+
+
+@contextlib.contextmanager
+def logging_to_stderr(settings: ServerSettings) -> Iterator[None]:
+    """Requests and failures of the engine; of libraries, warnings only."""
+    root, level = logging.root, logging.getLevelNamesMapping()[settings.log_level.upper()]
+    before = root.manager.disable, root.level, logging.getLogger("draftgraph.serve").level
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JSONLines() if settings.log_format == "json" else logging.Formatter("%(asctime)s %(message)s"))
+    handler.addFilter(RepeatLimit())
+    root.addHandler(handler)
+    set_levels(logging.NOTSET, max(logging.WARNING, level), level)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        set_levels(*before)
+
+
+def set_levels(disabled: int, libraries: int, own: int) -> None:
+    logging.disable(disabled)
+    logging.root.setLevel(libraries)
+    logging.getLogger("draftgraph.serve").setLevel(own)
+
+
+class JSONLines(logging.Formatter):
+    """An object a line; what is known of a request has names of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found | getattr(record, "fields", {}))
+
+
+class RepeatLimit(logging.Filter):
+    """Lets few warnings of one line of code pass in a while: clients can cause some of them as often as they like."""
+
+    def __init__(self, most: int = 5, seconds: float = 10.0) -> None:
+        super().__init__()
+        self._most, self._seconds = most, seconds
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}  # since when, how many
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        place, now = (record.pathname, record.lineno), time.monotonic()
+        started, count = self._counts.get(place, (now, 0))
+        if now - started > self._seconds:
+            if count > self._most:
+                record.msg, record.args = f"{record.getMessage()} ({count - self._most} more were not logged)", ()
+            started, count = now, 0
+        self._counts[place] = started, count + 1
+        return count < self._most
