@@ -17,6 +17,7 @@ from draftgraph.choose import FinishReason, KeyedChooser, Outputs, Prefix, Rejec
 from draftgraph.config import CostModel, GraphConfig
 from draftgraph.cost.budget import HitRate
 from draftgraph.cost.prices import Pricing
+from draftgraph.cost.reading import ALL
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.protocol import Engine, PassResult, Segment, common_prefix
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
@@ -89,10 +90,11 @@ class Engines:
             return drafts.open(context, ends)
         return ModelProposer(context, self.vocabulary, config.k)
 
-    def launch_drafts(self, sequences: Several[Sequence]) -> None:
-        """Drafts on the device set off together, as far as each of them is to go."""
+    def launch_drafts(self, sequences: Several[Sequence], room: int = ALL) -> None:
+        """Drafts on the device set off together, as far as each of them is to go; each kind of them may read `room`
+        tokens of what it has missed."""
         for drafts in self._device_drafts.values():
-            drafts.launch([one.draft for one in sequences if one.draft is not None and one.draft.group is drafts])
+            drafts.launch([one.draft for one in sequences if one.draft is not None and one.draft.group is drafts], room)
 
     @property
     def draft_seconds(self) -> float:
@@ -164,6 +166,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None
         self.admitted: float | None = None  # when it first had contexts
+        self.overtaken = 0  # times that others were let in before it
         self.reused = 0  # tokens of the prompt that did not have to be read
         self.began = False  # its prompt has been read: it takes steps
         self.drafts_next = True  # it is to have a graph in the next step
@@ -240,20 +243,24 @@ class Sequence:
         known = self.text[:-1]
         return [known, *([] if self.draft is None else [self.draft.as_read(known)])]
 
-    def piece(self, most: int) -> Segment | None:
-        """What the target is to read next of the prompt."""
-        start = len(self.context.text)
-        unread = self.text[start : min(start + most, len(self.text) - 1)]
-        return Segment.of_text(self.context, unread, self.on_prompt is not None) if unread else None
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that the target has not read."""
+        return len(self.text) - 1 - len(self.context.text)
 
-    def draft_piece(self, most: int, late: int = 0) -> Segment | None:
-        """The same for the draft, where it lacks more than `late` tokens."""
-        if self.draft is None:
-            return None
-        start, end = len(self.draft.context.text), len(self.text) - 1
-        if end - start <= late:
-            return None
-        return Segment.of_text(self.draft.context, self.draft.as_read(self.text[start : min(start + most, end)]))
+    @property
+    def draft_unread(self) -> int:
+        """The same of the draft, which may also have missed some of the answer."""
+        return 0 if self.draft is None else len(self.text) - 1 - len(self.draft.context.text)
+
+    def piece(self, count: int) -> Segment:
+        """The next tokens of the prompt, for the target."""
+        start = len(self.context.text)
+        return Segment.of_text(self.context, self.text[start : start + count], self.on_prompt is not None)
+
+    def draft_piece(self, count: int) -> Segment:
+        start = len(self.draft.context.text)
+        return Segment.of_text(self.draft.context, self.draft.as_read(self.text[start : start + count]))
 
     def read(self, segment: Segment, result: PassResult) -> None:
         """A piece of the prompt is text now."""

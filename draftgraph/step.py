@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from draftgraph.cost.reading import ALL, share
 from draftgraph.cost.sharing import Experience, Seconds
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.pages import OutOfPages
@@ -44,9 +46,9 @@ class Taken:
 Reading = dict[Sequence, Segment | None]  # sequences whose prompts are being read, and the piece that is read now
 
 
-def step(ready: list[Sequence], reading: Reading, engines: Engines, experience: Experience) -> Taken:
+def step(ready: list[Sequence], reading: Reading, engines: Engines, experience: Experience, room: int = ALL) -> Taken:
     """One step of the sequences that are ready. In the same pass pieces of prompts are read; sequences whose prompts
-    have been read are ready from then on.
+    have been read are ready from then on. `room`: tokens that the draft may read of what it has missed.
 
     Raises what a pass raises (memory or pages are short) before any sequence has taken its step.
     """
@@ -57,7 +59,7 @@ def step(ready: list[Sequence], reading: Reading, engines: Engines, experience: 
         verified = time.perf_counter()
         choose_and_commit(ready, graphs, results, taken)
         begun = begin_read(reading, results, taken)
-        starting = start_drafts([*(one for one in ready if not one.done), *begun], engines, experience)
+        starting = start_drafts([*(one for one in ready if not one.done), *begun], engines, experience, room)
         remember_and_learn(taken, begun, engines.target.asynchronous)
     now = time.perf_counter()
     taken.seconds.other = now - verified - starting
@@ -132,7 +134,7 @@ def begin_read(reading: Reading, results: dict[Sequence, PassResult], taken: Tak
     for sequence, piece in reading.items():
         if piece is not None and not guarded(sequence, sequence.read, piece, results[sequence]):
             taken.steps.append((sequence, None))
-    begun = [sequence for sequence in reading if sequence.failure is None and sequence.piece(1) is None]
+    begun = [sequence for sequence in reading if sequence.failure is None and not sequence.unread]
     for sequence in begun:
         for context in sequence.contexts:
             context.publish()
@@ -140,42 +142,46 @@ def begin_read(reading: Reading, results: dict[Sequence, PassResult], taken: Tak
     return begun
 
 
-def start_drafts(ready: list[Sequence], engines: Engines, experience: Experience) -> float:
+def start_drafts(ready: list[Sequence], engines: Engines, experience: Experience, room: int) -> float:
     """Decides which sequences draft in the next step and how far, and launches the drafts on a device, all together;
     the seconds that launching took."""
     drafts = experience.habit(len(ready)).drafts
     for sequence in ready:
         sequence.drafts_next = drafts or not sequence.decides_by_the_clock
-    catch_up(ready, engines)
+    room -= catch_up(ready, engines, room)
     for sequence in ready:
         prices = experience.prices(sequence.cost(), len(ready)) if sequence.drafts_next else None
         sequence.plan_draft(prices)
     start = time.perf_counter()
-    engines.launch_drafts(ready)
+    engines.launch_drafts(ready, room)
     return time.perf_counter() - start
 
 
-def catch_up(ready: list[Sequence], engines: Engines) -> None:
+def catch_up(ready: list[Sequence], engines: Engines, room: int) -> int:
     """A draft that is asked level by level reads what it has missed while a sequence did not draft (`DeviceDrafts`
-    reads for those on a device). Where there is no room, the sequence does without a draft for another step."""
+    reads for those on a device), `room` tokens at most; how many it read. Where they are not all, or memory is short,
+    the sequence does without a draft for another step."""
     late = [one for one in ready if one.drafts_next and one.draft is not None and not one.draft.on_device]
     lacking = LATE if len(ready) > 1 else CATCH_UP  # one alone holds up nobody: it reads when it drafts, if it does
-    try:
-        while read_draft(late, engines, lacking):
-            pass
-    except (OutOfPages, torch.OutOfMemoryError):
-        for sequence in late:
-            sequence.drafts_next = sequence.draft_piece(1, lacking) is None
+    read = 0
+    with suppress(OutOfPages, torch.OutOfMemoryError):
+        while more := read_draft(late, engines, min(room - read, CATCH_UP), lacking):
+            read += more
+    for sequence in late:
+        sequence.drafts_next = sequence.draft_unread <= lacking
+    return read
 
 
-def read_draft(sequences: Several[Sequence], engines: Engines, late: int = 0) -> bool:
-    """The draft reads a piece of those of which it lacks more tokens than that; whether there were any."""
-    pieces = [piece for sequence in sequences if (piece := sequence.draft_piece(CATCH_UP, late)) is not None]
+def read_draft(sequences: Several[Sequence], engines: Engines, room: int, late: int = 0) -> int:
+    """The draft reads up to `room` tokens of texts of which it lacks more than `late`; how many it read."""
+    lacking = [sequence for sequence in sequences if sequence.draft_unread > late]
+    shares = zip(lacking, share([sequence.draft_unread for sequence in lacking], room), strict=True)
+    pieces = [sequence.draft_piece(count) for sequence, count in shares if count]
     if pieces and engines.draft is not None:
         engines.draft.run(pieces)
         for piece in pieces:
             piece.commit()
-    return bool(pieces)
+    return sum(len(piece.tokens) for piece in pieces)
 
 
 def remember_and_learn(taken: Taken, begun: list[Sequence], asynchronous: bool) -> None:

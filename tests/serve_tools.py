@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.errors import UsageError
 from draftgraph.serve.engine_process import Loop, reporting_faults
 
 TEMPLATE = (
@@ -32,7 +32,7 @@ END, USER = 0, 1
 # In a prompt, each does something to the engine.
 SLOW, DIE, FAULT, MEMORY, STUCK = FAULTS = ["<|slow|>", "<|die|>", "<|fault|>", "<|memory|>", "<|stuck|>"]
 SLOW_ID, DIE_ID, FAULT_ID, MEMORY_ID, STUCK_ID = range(4, 9)
-WINDOW, WAITING = 512, 12
+WINDOW = 512
 SOURCES = ("draft", "merged", "copied", "recycled")
 KNOWN = "the cat sat on the mat and the cat sat on"
 
@@ -73,10 +73,6 @@ class Told:
         return {name: value for name, value in self.fields.items() if value is not None}
 
 
-class Full(DraftGraphError):
-    pass
-
-
 @dataclass
 class Task:
     job: FakeJob
@@ -100,8 +96,8 @@ class FakeScheduler:
 
     vocabulary = 320
 
-    def __init__(self, texts: int, waiting: int, faulty: bool) -> None:
-        self.texts, self.waiting, self.faulty = texts, waiting, faulty
+    def __init__(self, texts: int, faulty: bool) -> None:
+        self.texts, self.faulty = texts, faulty
         self.tasks: dict[str, Task] = {}
         self.steps = self.cancelled = 0
 
@@ -112,8 +108,6 @@ class FakeScheduler:
     def submit(self, job: FakeJob) -> None:
         if job.grammar and "refuse" in str(job.grammar):
             raise UsageError("this grammar is refused")
-        if len(self.tasks) >= self.texts + self.waiting:
-            raise Full("too many are waiting")
         self.tasks[job.id] = Task(job, answer_of(job, self.vocabulary))
 
     def cancel(self, id: str) -> Told | None:
@@ -248,19 +242,19 @@ def failed(id: str, kind: str, message: str) -> dict[str, Any]:
     return {"id": id, "finish_reason": "error", "error": {"kind": kind, "message": message}}
 
 
-def fake_engine(texts: int, waiting: int, faulty: bool, window: int, descriptor: int) -> None:
+def fake_engine(texts: int, faulty: bool, window: int, descriptor: int) -> None:
     """What `engine_process.main` does, with the fake."""
     connection = socket.socket(fileno=descriptor)
     ready = {"model": "fake", "context_window": window, "vocabulary": FakeScheduler.vocabulary, "draft": True}
 
     def serve() -> None:
-        Loop(connection, FakeScheduler(texts, waiting, faulty), FakeJob).run(ready)
+        Loop(connection, FakeScheduler(texts, faulty), FakeJob).run(ready)
 
     os._exit(reporting_faults(connection, serve))
 
 
-def fake_command(texts: int = 64, waiting: int = WAITING, faulty: bool = True, window: int = WINDOW) -> list[str]:
-    given = f"{texts}, {waiting}, {faulty}, {window}"
+def fake_command(texts: int = 64, faulty: bool = True, window: int = WINDOW) -> list[str]:
+    given = f"{texts}, {faulty}, {window}"
     code = f"import serve_tools, sys; serve_tools.fake_engine({given}, int(sys.argv[1]))"
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
 

@@ -97,11 +97,11 @@ def test_memory_that_is_short_when_the_draft_catches_up_costs_nobody_a_token(dec
     sequences = [sequence_of(decoder, *job) for job in jobs]
     batch, read_draft, raised = Batch(decoder, 4096, 4), stepping.read_draft, []
 
-    def short(sequences, engines, late=0):
+    def short(sequences, engines, room, late=0):
         if late and len(raised) < 2 and any(sequence.new_tokens for sequence in sequences):
             raised.append(late)
             raise torch.OutOfMemoryError
-        return read_draft(sequences, engines, late)
+        return read_draft(sequences, engines, room, late)
 
     monkeypatch.setattr(stepping, "read_draft", short)
     told = {sequence: [] for sequence in sequences}
@@ -385,7 +385,7 @@ class TestFaults:
     def test_a_sequence_too_long_for_the_pool_is_refused(self, decoder, batch_of):
         batch = batch_of(decoder, 64, sequences=2)
         sequence = sequence_of(decoder, [1] * 50, {"max_new_tokens": 100}, GraphConfig(cost="flat"), 0)
-        assert not batch.could_hold(150)
+        assert batch.longest(nodes=14) == 50
         batch.add(sequence)
         run_to_the_end(batch)
         assert "pages are needed" in str(sequence.failure)

@@ -88,7 +88,7 @@ def test_all_drafts_of_a_step_are_one_run(
 ) -> None:
     together, sequences, started = batch_of(), of_auto(decoder, 4), []
     start = DeviceDrafts.launch
-    monkeypatch.setattr(DeviceDrafts, "launch", lambda self, drafts: started.append(len(drafts)) or start(self, drafts))
+    monkeypatch.setattr(DeviceDrafts, "launch", lambda *given: started.append(len(given[1])) or start(*given))
     run(together, sequences)
     assert started[0] == 4 and len(started) <= max(sequence.stats.steps for sequence in sequences) + 1
     for sequence in sequences:
@@ -103,7 +103,7 @@ def test_a_sequence_that_joins_starts_its_draft_with_the_others(
     """In one run: a second one of the same size would write over what the first has drafted."""
     together, sequences, started = batch_of(), of_auto(decoder, 3, tokens=80), []
     start = DeviceDrafts.launch
-    monkeypatch.setattr(DeviceDrafts, "launch", lambda self, drafts: started.append(len(drafts)) or start(self, drafts))
+    monkeypatch.setattr(DeviceDrafts, "launch", lambda *given: started.append(len(given[1])) or start(*given))
     for sequence in sequences:
         together.add(sequence)
         together.step()
@@ -117,7 +117,7 @@ def test_drafts_have_set_off_before_the_last_step_is_learnt_from(
 ) -> None:
     together, happened = batch_of(), []
     start, remember = DeviceDrafts.launch, Sequence.remember
-    monkeypatch.setattr(DeviceDrafts, "launch", lambda self, drafts: happened.append("start") or start(self, drafts))
+    monkeypatch.setattr(DeviceDrafts, "launch", lambda *given: happened.append("start") or start(*given))
     monkeypatch.setattr(Sequence, "remember", lambda self: happened.append("remember") or remember(self))
     run(together, of_auto(decoder, 2, tokens=8))
     assert happened[:4] == ["start", "start", "remember", "remember"]

@@ -97,6 +97,25 @@ def plain_probabilities(model: Any, text: list[int], path: list[int], noise: Dra
     return torch.softmax(logits, dim=-1)[0]
 
 
+@torch.no_grad()
+def test_texts_that_were_missed_are_read_in_pieces_and_rest_meanwhile(model: Any) -> None:
+    drafts, texts = drafts_of(model), [tokens_of(length, length).tolist() for length in (150, 90, 20)]
+    own = [drafts.open(drafts.engine.open(), NOBODY) for _ in texts]
+    going = []
+    for _ in range(6):
+        for draft, text in zip(own, texts, strict=True):
+            draft.levels = 3
+            draft.begin(text)
+        drafts.launch(own, room=50)
+        going.append([draft.levels for draft in own])
+        unread = [len(text) - len(draft.context.text) for draft, text in zip(own, texts, strict=True)]
+        assert sum(unread[:2]) >= 240 - 50 * len(going) - 2 * NEW_TOKENS  # which the first level reads
+    assert going[0] == [0, 0, 3] and going[-1] == [3, 3, 3]
+    for draft, text in zip(own, texts, strict=True):
+        found, expected = np.concatenate(list(draft.arriving())), grown_alone(model, text, 3, number=0)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("number", [0, 1], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @torch.no_grad()

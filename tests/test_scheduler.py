@@ -10,13 +10,13 @@ from families import VOCAB, perturbed, target_of
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftgraph import GraphConfig
-from draftgraph.batching import Job, Limits, Overloaded, Progress, Scheduler
+from draftgraph.batching import Job, Limits, Progress, Scheduler
 from draftgraph.engine.pages import PAGE
 from draftgraph.errors import UsageError
 from draftgraph.pair import Pair
 from draftgraph.proposers.copying import Past
 
-LIMITS = Limits(texts=4, waiting=8, slots=4096)
+LIMITS = Limits(texts=4, slots=4096)
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +170,40 @@ def test_wrong_jobs_are_refused_in_one_line(scheduler, wrong, message):
     assert not scheduler.busy
 
 
-def test_too_many_jobs_are_refused(scheduler):
-    for number in range(LIMITS.waiting):
-        scheduler.submit(Job(str(number), (1, 2), max_tokens=2))
-    with pytest.raises(Overloaded, match="8 requests are waiting already"):
-        scheduler.submit(Job("late", (1, 2)))
+def test_a_job_under_way_is_not_taken_twice(scheduler):
+    scheduler.submit(Job("0", (1, 2), max_tokens=2))
     with pytest.raises(UsageError, match="under way"):
-        Scheduler.submit(scheduler, Job("0", (1, 2)))
+        scheduler.submit(Job("0", (1, 2)))
     answers(scheduler)
+
+
+def test_how_many_jobs_wait_is_for_the_server_to_bound(scheduler):
+    for number in range(300):
+        scheduler.submit(Job(str(number), (1, 2), max_tokens=1))
+    assert scheduler.figures()["waiting"] == 300
+    for number in range(300):
+        scheduler.cancel(str(number))
+    assert len(scheduler.step()) == 300 and not scheduler.busy
+
+
+@pytest.mark.parametrize(("nodes", "window"), [(0, 512 - 64), (100, 512 - 100)])
+def test_the_window_is_what_the_pool_has_room_for_beside_the_nodes_that_are_checked(pair, nodes, window):
+    scheduler = Scheduler(pair, Limits(texts=2, slots=512, nodes=nodes))
+    assert scheduler.window == window
+    with pytest.raises(UsageError, match=f"{window + 1} tokens are more than the {window}"):
+        scheduler.submit(Job("a", (1, 2), max_tokens=window - 1))
+    config = {"mode": "tree", "theta_prob": 0.0, "theta_sib": 0.0, "max_nodes": max(64, nodes), "max_depth": 16}
+    told = answers(scheduler, Job("a", (1, 2), max_tokens=window - 2, config=config))["a"]
+    assert told[-1].finish_reason == "length" and len(tokens(told)) == window - 2
+
+
+def test_the_window_of_a_large_pool_is_the_models(pair):
+    assert Scheduler(pair, Limits(texts=2, slots=8192)).window == pair.target.config.max_position_embeddings
+
+
+def test_a_pool_without_room_for_a_text_is_refused(pair):
+    with pytest.raises(UsageError, match="64 slots hold no text beside 64 nodes"):
+        Scheduler(pair, Limits(texts=2, slots=64))
 
 
 def test_cancelled_jobs_are_forgotten_at_once(scheduler):

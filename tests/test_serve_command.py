@@ -53,6 +53,8 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
     options += ["--max-connections", 8, "--header-seconds", 9, "--body-seconds", 10, "--idle-seconds", 11]
     options += ["--heartbeat", 12, "--silence", 13, "--log-level", "debug", "--log-format", "json"]
     options += ["--tls-cert", "c.pem", "--tls-key", "k.pem", "--otlp-endpoint", "http://c:4318"]
+    options += ["--chunked-prefill-size", 12, "--max-request-nodes", 13, "--max-request-depth", 13, "--max-per-key", 2]
+    options += ["--no-allow-trace"]
     options += ["--temperature", 0, "--max-new-tokens", 7, "--draft", "self", "--mode", "graph", "--k", 2]
     monkeypatch.setenv("DRAFTGRAPH_API_KEYS", "three")
     done = run("serve", folder, *options)
@@ -60,6 +62,8 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
     ((settings, found, engine),) = started
     assert settings.api_keys == ("three", "one", "two") and settings.names == (folder.name, "gpt-4o", "b")
     assert (settings.max_texts, settings.max_waiting, settings.max_model_len) == (3, 4, 100)
+    assert (settings.max_request_nodes, settings.max_request_depth, settings.max_per_key) == (13, 13, 2)
+    assert not settings.allow_trace
     assert (settings.deadline, settings.grace, settings.temperature, settings.max_tokens) == (5, 6, 0, 7)
     assert (settings.max_connections, settings.header_seconds) == (8, 9)
     assert (settings.body_seconds, settings.idle_seconds) == (10, 11)
@@ -68,7 +72,7 @@ def test_options_become_settings(run, started, folder, tmp_path, monkeypatch):
     assert (settings.key_file, settings.tls_cert, settings.tls_key) == (str(keys), "c.pem", "k.pem")
     assert settings.cors_origins == ("http://a", "http://b") and settings.vllm_metrics
     assert engine["load"] == {"target": str(folder), "draft": "self"} and engine["graph"]["k"] == 2
-    assert engine["limits"] == {"texts": 3, "waiting": 4, "slots": None, "past_tokens": 0}
+    assert engine["limits"] == {"texts": 3, "slots": None, "past_tokens": 0, "chunk": 12, "nodes": 14}
     assert json.loads(json.dumps(engine)) == engine
     assert found.chat_template
 

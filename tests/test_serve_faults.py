@@ -160,16 +160,6 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back():
             stream.close()
 
 
-def test_an_engine_whose_own_queue_is_full_answers_429_too():
-    with LiveServer(command=fake_command(texts=1, waiting=1)) as server:
-        client = server.client()
-        streams = [endless(client) for _ in range(2)]
-        with pytest.raises(openai.RateLimitError, match="too many"):
-            client.completions.create(model="fake", prompt="hello", stream=True)
-        for stream in streams:
-            stream.close()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_is_ended(stream):
     with LiveServer(deadline=0.3) as server:

@@ -31,7 +31,7 @@ class RealServer(LiveServer):
     def __init__(self, folder: Path, orders: Path, **settings) -> None:
         self.orders = orders
         load = {"target": str(folder / "target"), "draft": str(folder / "draft"), "dtype": "float64"}
-        limits = {"texts": 16, "waiting": 64, "slots": 32768, "past_tokens": 4000}
+        limits = {"texts": 16, "slots": 32768, "past_tokens": 4000}
         options = {"name": "tiny", "load": load, "graph": {"cost": "flat"}, "limits": limits}
         engine = [sys.executable, str(Path(__file__).with_name("faulty_engine.py")), json.dumps(options)]
         super().__init__(engine, model_name="tiny", **settings)

@@ -8,9 +8,9 @@ from draftgraph.batching.job import Job, Progress
 
 if TYPE_CHECKING:
     from draftgraph.batching.batch import Batch
-    from draftgraph.batching.scheduler import Limits, Overloaded, Scheduler
+    from draftgraph.batching.scheduler import Limits, Scheduler
 
-__all__ = ["Batch", "Job", "Limits", "Overloaded", "Progress", "Scheduler"]
+__all__ = ["Batch", "Job", "Limits", "Progress", "Scheduler"]
 
 
 def __getattr__(name: str) -> Any:

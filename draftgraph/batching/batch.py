@@ -3,18 +3,21 @@ the others' steps. What a step does stands in `step`."""
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Sequence as Several
 from contextlib import suppress
 
+import numpy as np
 import torch
 
-from draftgraph.config import GraphConfig
+from draftgraph.batching.waiting import Waiting
+from draftgraph.config import CostModel, GraphConfig
+from draftgraph.cost.reading import ALL, Pace, price_of_reading, share
 from draftgraph.decoder import GraphDecoder
 from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.capture import Captured
 from draftgraph.engine.paged import slot_bytes
 from draftgraph.engine.pages import PAGE, OutOfPages
-from draftgraph.engine.protocol import Segment
 from draftgraph.generation import context_window
 from draftgraph.hardware import free_memory
 from draftgraph.notices import notice
@@ -22,8 +25,7 @@ from draftgraph.sequence import Engines, Sequence, forget_all
 from draftgraph.step import Taken, guarded, read_draft, step
 
 SEQUENCES = 64  # continued at a time
-CHUNK = 256  # tokens of prompts, read beside the steps of others
-CHUNK_ALONE = 1024  # where nobody waits for the next token
+CHUNK = 256  # tokens of prompts that are read beside the steps of others, at most: see `Pace`
 SHARE = 0.5  # of the memory that is free: what keys and values may take
 USUAL = {"cpu": 512, "cuda": 4096}  # tokens that a pool has room for, for every sequence: more than most have
 FEWEST = 4096  # slots of a pool
@@ -39,14 +41,17 @@ class Batch:
         slots: int | None = None,
         sequences: int = SEQUENCES,
         engines: Engines | None = None,
+        chunk: int = CHUNK,
     ) -> None:
         """In a pool of so many slots, or as many as memory allows; or in engines that are there already."""
         self.decoder = decoder
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Waiting()
         self.running: list[Sequence] = []  # those that came first are first
         self.engines = engines or decoder.make_engines(slots or slots_for(decoder, sequences))
         self.most = min(sequences, *(engine.most or sequences for engine in self.engines.all))
         self.taken = Taken()  # the last step
+        self._pace = Pace(chunk)
+        self._nodes = 0  # checked in the last step
         self._loan = Loan(*decoder.models)
 
     @property
@@ -70,12 +75,13 @@ class Batch:
             self.engines.draft.prepare(self.most, reading_only=True)
             drafts.prepare(self.most)
 
-    def could_hold(self, tokens: int) -> bool:
-        """Whether a text of this length would fit if it were alone."""
-        return all(engine.slots == 0 or tokens <= engine.slots for engine in self.engines.all)
+    def longest(self, nodes: int) -> int | None:
+        """Tokens of a text that would fit if it were alone, with so many nodes behind it; None: no bound is known."""
+        pools = [engine.slots for engine in self.engines.all if engine.slots]
+        return min(pools) - nodes if pools else None
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Its slots are free for the next step."""
@@ -102,27 +108,36 @@ class Batch:
         return self.taken
 
     def _step(self) -> Taken:
+        started = time.perf_counter()
         ready = [sequence for sequence in self.running if sequence.began]
-        return step(ready, self._pieces(bool(ready)), self.engines, self.decoder.experience)
-
-    def _pieces(self, others: bool) -> dict[Sequence, Segment | None]:
-        """What is read of prompts beside the others' steps; first come, first served. The draft reads its own now."""
-        room = CHUNK if others else CHUNK_ALONE
         reading = [sequence for sequence in self.running if not sequence.began]
-        pieces: dict[Sequence, Segment | None] = dict.fromkeys(reading)
-        for sequence in reading:
-            if room > 0 and (piece := sequence.piece(room)) is not None:
-                pieces[sequence] = piece
-                room -= len(piece.tokens)
+        prices = prices_behind(reading)
+        room = self._room(ready, prices)
+        missed = room - self._read_draft(reading, room)
+        shares = share([sequence.unread for sequence in reading], room)
+        pieces = {one: one.piece(count) if count else None for one, count in zip(reading, shares, strict=True)}
+        taken = step(ready, pieces, self.engines, self.decoder.experience, missed)
+        if Captured.made == taken.recorded:
+            read = 0.0 if prices is None else float(price_of_reading(prices, np.array([sum(shares)]))[0])
+            self._pace.learn(time.perf_counter() - started, price_of_pass(ready, taken.nodes), read)
+        self._nodes = taken.nodes
+        return taken
+
+    def _room(self, ready: list[Sequence], prices: CostModel | None) -> int:
+        """Tokens that each model may read in this step: of prompts, and of what the draft has missed."""
+        if prices is None:
+            return self._pace.most if len(ready) > 1 else ALL
+        return self._pace.room(price_of_pass(ready, max(self._nodes, len(ready))), prices)
+
+    def _read_draft(self, reading: list[Sequence], room: int) -> int:
+        """The draft reads prompts beside the target, if it is going to draft."""
         drafts = self.decoder.experience.habit(len(self.running)).drafts
-        read_draft([one for one in reading if drafts or not one.decides_by_the_clock], self.engines)
-        return pieces
+        return read_draft([one for one in reading if drafts or not one.decides_by_the_clock], self.engines, room)
 
     def _admit(self) -> list[Sequence]:
         """Lets in who has room; tells who failed."""
         failed = []
-        while self.waiting and len(self.running) < self.most and self._has_room(self.waiting[0]):
-            sequence = self.waiting.popleft()
+        while len(self.running) < self.most and (sequence := self.waiting.take(self._has_room)) is not None:
             if guarded(sequence, self._open, sequence):
                 self.running.append(sequence)
             else:
@@ -149,12 +164,25 @@ class Batch:
         for sequence in [*self.running, newest]:
             sequence.restart()
         newest.close()
-        self.engines.launch_drafts([sequence for sequence in self.running if sequence.began])
+        self.engines.launch_drafts([sequence for sequence in self.running if sequence.began], self._pace.most)
         if isinstance(error, OutOfPages) and self.running:
-            self.waiting.appendleft(newest)
+            self.waiting.put_back(newest)
             return []
         newest.failure = error
         return [newest]
+
+
+def price_of_pass(sequences: Several[Sequence], nodes: int) -> float:
+    """Of a pass over so many nodes of these sequences; 0 if there are none."""
+    return float(sequences[0].cost().of_pass(np.array([nodes]))[0]) if sequences else 0.0
+
+
+def prices_behind(reading: Several[Sequence]) -> CostModel | None:
+    """What passes cost behind the longest of the texts that are being read, as far as that has been read."""
+    if not reading:
+        return None
+    longest = max(reading, key=lambda sequence: len(sequence.context.text))
+    return longest.pricing.at(len(longest.context.text))
 
 
 def slots_for(decoder: GraphDecoder, sequences: int) -> int:

@@ -85,6 +85,13 @@ class Progress:
     step: dict[str, Any] | None = None
     stats: dict[str, Any] | None = None  # with the last
 
+    @property
+    def size(self) -> int:
+        """Tokens, scores and nodes that it tells of."""
+        scores = [*(self.logprobs or ()), *(self.prompt_logprobs or ())]
+        nodes = 0 if self.step is None else len(self.step["nodes"])
+        return 1 + len(self.tokens) + nodes + sum(1 + len(one["top"]) for one in scores if one is not None)
+
     @classmethod
     def failed(cls, id: str, kind: Kind, message: str) -> Progress:
         return cls(id, finish_reason="error", error={"kind": kind, "message": message})

@@ -1,4 +1,4 @@
-"""Jobs of many people: who is let in, who has waited too long, and what each is told after every step."""
+"""Jobs of many people: who has waited too long, and what each is told after every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftgraph.batching.batch import SEQUENCES, Batch
+from draftgraph.batching.batch import CHUNK, SEQUENCES, Batch
 from draftgraph.batching.job import Finish, Job, Kind, Progress
 from draftgraph.batching.requests import config_of, request_of
 from draftgraph.choose import Outputs
@@ -20,7 +20,8 @@ from draftgraph.decoder import fresh_seed
 from draftgraph.engine.adapters import Adapter
 from draftgraph.engine.pages import OutOfPages
 from draftgraph.engine.selfcheck import adapt
-from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.errors import UsageError
+from draftgraph.generation import context_window
 from draftgraph.proposers.copying import Past
 from draftgraph.sequence import Sequence
 from draftgraph.stats import Step
@@ -28,18 +29,17 @@ from draftgraph.stats import Step
 if TYPE_CHECKING:
     from draftgraph.pair import Pair
 
-
-class Overloaded(DraftGraphError):
-    """Too many wait already: try again later."""
+LEAST_WINDOW = 2  # a token, and one that answers it
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is taken on at a time."""
+    """How much is done at a time."""
 
     texts: int = SEQUENCES  # answered together
-    waiting: int = 256  # jobs besides
     slots: int | None = None  # tokens that keys and values are kept of; None: as memory allows
+    chunk: int = CHUNK  # tokens of prompts that are read beside the answers of others, at most
+    nodes: int = 0  # that a job may ask for, if more than the scheduler's own configuration has
     past_tokens: int = 0  # of past answers that new ones may copy from, of each tenant; 0: none
     tenants: int = 64  # whose past is kept
 
@@ -71,15 +71,26 @@ class Scheduler:
     ) -> None:
         self.pair, self.limits = pair, limits or Limits()
         self.config = config or pair.config
-        self.batch = Batch(pair.decoder, self.limits.slots, self.limits.texts)
+        self.batch = Batch(pair.decoder, self.limits.slots, self.limits.texts, chunk=self.limits.chunk)
         if adapters:
             adapt(self.batch.engines.target, adapters)
+        self.window = self._window()
         self.vocabulary = int(pair.target.get_input_embeddings().weight.shape[0])
         self._tasks: dict[str, Task] = {}
         self._by_sequence: dict[Sequence, Task] = {}
         self._pasts: OrderedDict[str, Past] = OrderedDict()
         self._steps = 0
         self._seconds = 0.0
+
+    def _window(self) -> int | None:
+        """Tokens of a prompt and its answer: as many as the model takes and the pool has room for; None: no bound."""
+        nodes = max(self.config.nodes, self.limits.nodes)
+        found = [size for size in (context_window(self.pair.target), self.batch.longest(nodes)) if size is not None]
+        if (window := min(found, default=None)) is not None and window < LEAST_WINDOW:
+            raise UsageError(
+                f"{window + nodes} slots hold no text beside {nodes} nodes: use more slots, or fewer nodes"
+            )
+        return window
 
     @property
     def busy(self) -> bool:
@@ -88,11 +99,9 @@ class Scheduler:
     def submit(self, job: Job) -> None:
         if job.id in self._tasks:
             raise UsageError(f"a job with the id {job.id!r} is under way")
-        if len(self.batch.waiting) >= self.limits.waiting:
-            raise Overloaded(f"{self.limits.waiting} requests are waiting already: try again later")
         request = request_of(job, self.pair.target, self.pair.tokenizer, self.vocabulary)
-        if not self.batch.could_hold(request.max_length + 1):
-            raise UsageError(f"{request.max_length} tokens are more than there is room for: ask for fewer")
+        if self.window is not None and request.max_length > self.window:
+            raise UsageError(f"{request.max_length} tokens are more than the {self.window} that there is room for")
         outputs = Outputs(keep_logprobs=job.logprobs is not None, alternatives=job.logprobs or 0)
         seed = fresh_seed() if job.seed is None else job.seed
         adapter = self.batch.engines.target.adapters.number(job.adapter)

@@ -56,7 +56,13 @@ def serve(
     with busy("starting"):
         from draftgraph.serve.run import run, served_tokenizer
     tokenizer = served_tokenizer(settings.target)
-    limits = {"texts": served.max_texts, "waiting": served.max_waiting, "slots": slots, "past_tokens": past_tokens}
+    limits = {
+        "texts": served.max_texts,
+        "slots": slots,
+        "past_tokens": past_tokens,
+        "chunk": served.chunked_prefill_size,
+        "nodes": max(served.max_request_nodes, served.max_request_depth + 1),
+    }
     options = {"name": name, "load": settings.model_arguments(), "graph": graph, "limits": limits, "adapters": adapters}
     run(served, tokenizer, options)
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftgraph.compiled import compiled
+from draftgraph.cost.reading import ALL, share
 from draftgraph.engine.capture import Buffer, Captured, Parts, graph_memory, host_memory
 from draftgraph.engine.paged import SEQUENCES, at_least, up_to
 from draftgraph.engine.pages import PAGE, OutOfPages, pages_for
@@ -243,8 +244,9 @@ class DeviceDrafts:
             for new in program.usual:
                 program.prepare(new)
 
-    def launch(self, drafts: Sequence[DeviceDraft]) -> None:
-        """All of these go on behind their texts; those that want no levels, or for whom there is no room, do not."""
+    def launch(self, drafts: Sequence[DeviceDraft], room: int = ALL) -> None:
+        """All of these go on behind their texts; those that want no levels, or for whom there is no memory, do not. At
+        most `room` tokens are read of texts that have not been drafted on for a while."""
         self._running, self.fed = None, []
         going = [draft for draft in drafts if draft.levels and draft.makes_room()]
         for draft in going[SEQUENCES[-1] :]:
@@ -253,7 +255,10 @@ class DeviceDrafts:
         if not going or self._gave_up:
             return self._rest(going)
         try:
-            self._read_long(going)
+            self._read_long(going, room)
+            going = [draft for draft in going if draft.levels]
+            if not going:
+                return
             rows = [draft.row() for draft in going]
             program = self._program(len(rows), any(row.temperature for row in rows))
             program.launch(rows)
@@ -274,11 +279,17 @@ class DeviceDrafts:
         for draft in drafts:
             draft.levels = 0
 
-    def _read_long(self, drafts: list[DeviceDraft]) -> None:
-        """Of texts that have not been drafted on for a while, all but their ends, in one pass."""
-        late = [(draft.context, unread) for draft in drafts if len(unread := draft.unread()) > NEW_TOKENS]
-        if late:
-            segments = [Segment.of_text(context, unread[:-1]) for context, unread in late]
+    def _read_long(self, drafts: list[DeviceDraft], room: int) -> None:
+        """Of texts that have not been drafted on for a while, all but their ends, in one pass. Those that are not read
+        to their ends rest."""
+        late = [(draft, unread[:-1]) for draft in drafts if len(unread := draft.unread()) > NEW_TOKENS]
+        segments = []
+        for (draft, unread), count in zip(late, share([len(unread) for _, unread in late], room), strict=True):
+            if count:
+                segments.append(Segment.of_text(draft.context, unread[:count]))
+            if count < len(unread):
+                draft.levels = 0
+        if segments:
             self.engine.run(segments)
             for segment in segments:
                 segment.commit()

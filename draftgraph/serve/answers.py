@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftgraph.batching.job import Job
-from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, JSONAnswer, gone, json_bytes
+from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, gone, json_bytes
 from draftgraph.serve.formats import ToolUse
 from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
 from draftgraph.serve.jobs import message_text
@@ -58,9 +58,16 @@ class Form(ABC):
     @abstractmethod
     def _event_choice(self, delta: Delta) -> Body: ...
 
-    def whole(self, deltas: list[Delta]) -> Body:
+    def whole(self, deltas: list[Delta]) -> bytes:
+        """As JSON, one choice after the other: nothing else runs while one is written or looked through for garbage."""
         own = [[delta for delta in deltas if delta.index == answer.index] for answer in self._answers]
-        return self._with_head(self.whole_object, map(self._choice, own)) | {"usage": self.generation.usage()}
+        choices = b",".join(json_bytes(self._choice(one)) for one in own)
+        body = json_bytes(self._frame())
+        return body.replace(b'"choices":[]', b'"choices":[%b]' % choices, 1)  # in no text: quotes are escaped there
+
+    def _frame(self) -> Body:
+        """What is around the choices of a whole answer."""
+        return self._with_head(self.whole_object, []) | {"usage": self.generation.usage()}
 
     def opening(self) -> list[Body]:
         """Events before the first delta."""
@@ -110,8 +117,8 @@ class ChatForm(Form):
     prefix, whole_object, event_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     _body: ChatRequest
 
-    def whole(self, deltas: list[Delta]) -> Body:
-        return super().whole(deltas) | self._prompt_ids()
+    def _frame(self) -> Body:
+        return super()._frame() | self._prompt_ids()
 
     def opening(self) -> list[Body]:
         """Names the speaker, once for each answer, and repeats what it has said already with `echo`."""
@@ -278,13 +285,18 @@ def completion_logprobs(scores: Sequence[TokenScore], names: TokenNames, offset:
 
 async def respond(request: Request, form: Form, stream: bool, seconds: float) -> Response:
     """The answer whole, or as a stream; a failure before its first delta is still a plain error."""
-    deltas, request.state.generation = form.generation.deltas(), form.generation
+    generation = request.state.generation = form.generation
     if not stream:
-        async with aclosing(deltas):
-            found = await while_present(request.receive, gathered(deltas))
-            return await asyncio.to_thread(lambda: JSONAnswer(form.whole(found)))
-    first = await while_present(request.receive, anext(deltas, None))
-    return EventStream(events(form, first, deltas, request.state), deltas, seconds + SLOW_READER_SECONDS)
+        async with aclosing(generation):
+            found = await while_present(request.receive, gathered(generation.deltas))
+            return Response(await asyncio.to_thread(form.whole, found), media_type="application/json")
+    try:
+        first = await while_present(request.receive, anext(generation.deltas, None))
+    except BaseException:
+        await generation.aclose()
+        raise
+    sent = events(form, first, generation.deltas, request.state)
+    return EventStream(sent, generation, seconds + SLOW_READER_SECONDS)
 
 
 async def gathered(deltas: AsyncIterator[Delta]) -> list[Delta]:
@@ -323,7 +335,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], seconds: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], source: Generation, seconds: float) -> None:
         self.status_code, self.background = 200, None
         self._events, self._source, self._seconds = events, source, seconds
         self.init_headers(HEADERS)

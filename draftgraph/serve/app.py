@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from draftgraph import __version__
 from draftgraph.inspect.theme import template
 from draftgraph.serve import errors, playground, responses
-from draftgraph.serve.answers import ChatForm, CompletionForm, respond
+from draftgraph.serve.answers import ChatForm, CompletionForm, respond, while_present
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import JSONAnswer
 from draftgraph.serve.generation import Server
@@ -114,22 +114,27 @@ def generation_routes(server: Server) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ERRORS | STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
-        jobs = await chat_jobs(body, server.prompts_of(request), maker(request, body, "messages"), server.formats)
-        return await respond(request, ChatForm(server, body, jobs), bool(body.stream), settings.deadline)
+        with server.reading(request, body.answers) as prompts:
+            made = chat_jobs(body, prompts, maker(request, body, "messages"), server.formats)
+            form = ChatForm(server, body, await while_present(request.receive, made))
+        return await respond(request, form, bool(body.stream), settings.deadline)
 
     @router.post("/v1/responses", response_model=responses.Response, responses=ERRORS | STREAM)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation, of which nothing is kept."""
         chat = chat_of(body)
-        jobs = await chat_jobs(chat, server.prompts_of(request), maker(request, body, "input"), server.formats)
-        form = ResponseForm(server, body, chat, jobs)
+        with server.reading(request, chat.answers) as prompts:
+            made = chat_jobs(chat, prompts, maker(request, body, "input"), server.formats)
+            form = ResponseForm(server, body, chat, await while_present(request.receive, made))
         return await respond(request, form, bool(body.stream), settings.deadline)
 
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS | STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues one or more texts."""
-        jobs = await completion_jobs(body, server.prompts_of(request), maker(request, body, "prompt"))
-        return await respond(request, CompletionForm(server, body, jobs), bool(body.stream), settings.deadline)
+        with server.reading(request, body.answers) as prompts:
+            made = completion_jobs(body, prompts, maker(request, body, "prompt"))
+            form = CompletionForm(server, body, await while_present(request.receive, made))
+        return await respond(request, form, bool(body.stream), settings.deadline)
 
     return router
 
@@ -142,26 +147,29 @@ def tokenizer_routes(server: Server) -> APIRouter:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The tokens of a text or of a chat."""
         check_model(body.model, settings)
-        prompts, window = server.prompts_of(request), window_of(server.engine.require_ready(), settings)
-        if isinstance(body, TokenizeChat):
-            tokens = await prompts.of_chat(body, window)
-        else:
-            tokens = await prompts.of_text(body.prompt, window, body.add_special_tokens)
+        window = window_of(server.engine.require_ready(), settings)
+        with server.reading(request, 1) as prompts:
+            if isinstance(body, TokenizeChat):
+                made = prompts.of_chat(body, window)
+            else:
+                made = prompts.of_text(body.prompt, window, body.add_special_tokens)
+            tokens = await while_present(request.receive, made)
 
-        def answer() -> Response:
-            names = prompts.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-            found = {"count": len(tokens), "max_model_len": window, "tokens": tokens, "token_strs": names}
-            return JSONAnswer(found)
+            def answer() -> Response:
+                names = prompts.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+                found = {"count": len(tokens), "max_model_len": window, "tokens": tokens, "token_strs": names}
+                return JSONAnswer(found)
 
-        return await prompts.aside(answer)
+            return await prompts.aside(answer)
 
     @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of tokens."""
         check_model(body.model, settings)
         check_tokens(body.tokens, server.engine.require_ready(), "tokens")
-        prompts = server.prompts_of(request)
-        return await prompts.aside(lambda: JSONAnswer({"prompt": decode(prompts.tokenizer, body.tokens, frozenset())}))
+        with server.reading(request, 1) as prompts:
+            decoded = prompts.aside(lambda: decode(prompts.tokenizer, body.tokens, frozenset()))
+            return JSONAnswer({"prompt": await while_present(request.receive, decoded)})
 
     return router
 

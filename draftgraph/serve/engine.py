@@ -13,10 +13,12 @@ from typing import Any
 from draftgraph.batching.job import Job, Kind, Progress
 from draftgraph.serve import wire
 from draftgraph.serve.errors import failure
+from draftgraph.serve.quota import Quota
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
 
 logger = logging.getLogger("draftgraph.serve")
+MOST_UNREAD = 1 << 16  # tokens, scores and nodes of one request that its client has not read: about 10 MB
 MOST_TOKENS = 1 << 22  # that one request sends, once for each answer: to write them takes a third of a second
 SLACK = 5.0  # seconds past its deadline, or its end, after which a job is given up without a message of the engine
 EXIT_SECONDS = 5.0  # for an engine to end after a stop message
@@ -26,16 +28,30 @@ SOUND_SECONDS = 60.0  # an engine that ran this long is started again without wa
 class Submission:
     """Jobs of one request: an iterator over their progress until all have ended. Closing it cancels the rest."""
 
-    def __init__(self, ids: Iterable[str], cancel: Callable[[str], None]) -> None:
-        self._open, self._cancel = set(ids), cancel
+    def __init__(self, tenant: str, ids: Iterable[str], cancel: Callable[[str], None]) -> None:
+        self.tenant, self._open, self._cancel = tenant, set(ids), cancel
         self._queue: asyncio.Queue[Progress] = asyncio.Queue()
+        self._unread = 0
 
     def put(self, progress: Progress) -> None:
+        if self._unread and self._unread + progress.size > MOST_UNREAD:
+            progress = self._give_up(progress.id)
+        self._unread += progress.size
         self._queue.put_nowait(progress)
+
+    def _give_up(self, id: str) -> Progress:
+        """The client does not read its stream: what it has not read is dropped, and nothing more is computed."""
+        for one in self._open:
+            self._cancel(one)
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._unread = 0
+        return Progress.failed(id, "usage", "the stream was given up: it was not read as fast as it came")
 
     async def __aiter__(self) -> AsyncIterator[Progress]:
         while self._open:
             progress = await self._queue.get()
+            self._unread -= progress.size
             if progress.id in self._open:
                 if progress.finish_reason is not None:
                     self._open.discard(progress.id)
@@ -59,6 +75,7 @@ class Engine:
         self.on_finished: Callable[[Progress], None] = lambda progress: None  # once for each job that it ended
         self.process_id: int | None = None
         self._command, self._settings = list(command), settings
+        self.places = Quota("answers", settings.max_texts + settings.max_waiting, settings.max_per_key)
         self._submissions: dict[str, Submission] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -103,15 +120,12 @@ class Engine:
         return self.ready
 
     def submit(self, jobs: Sequence[Job]) -> Submission:
+        """For a request that holds places for its answers: from now on each job has one, until it is done."""
         self.require_ready()
-        room = self._settings.max_texts + self._settings.max_waiting
-        if len(jobs) > room:
-            raise failure("usage", f"this asks for {len(jobs)} answers, and the server takes {room} at a time")
         if (tokens := sum(job.token_count for job in jobs)) > MOST_TOKENS:
             raise failure("usage", f"this sends {tokens} tokens, once for each answer: {MOST_TOKENS} are the most")
-        if self.under_way + len(jobs) > room:
-            raise failure("overloaded", "too many requests are waiting already: try again later")
-        submission = Submission([job.id for job in jobs], self.cancel)
+        submission = Submission(jobs[0].tenant, [job.id for job in jobs], self.cancel)
+        self.places.add(submission.tenant, len(jobs))
         for job in jobs:
             self._submissions[job.id] = submission
             if job.deadline is not None:
@@ -233,7 +247,9 @@ class Engine:
     def _forget(self, id: str) -> Submission | None:
         if (late := self._deadlines.pop(id, None)) is not None:
             late.cancel()
-        return self._submissions.pop(id, None)
+        if (submission := self._submissions.pop(id, None)) is not None:
+            self.places.add(submission.tenant, -1)
+        return submission
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._writer is not None and not self._writer.is_closing():

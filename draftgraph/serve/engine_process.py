@@ -84,8 +84,8 @@ class Loop:
     def _submit(self, fields: Fields) -> None:
         try:
             self._scheduler.submit(self._job_of(fields))
-        except DraftGraphError as error:
-            self._refuse(fields["id"], "usage" if isinstance(error, UsageError) else "overloaded", str(error))
+        except UsageError as error:
+            self._refuse(fields["id"], "usage", str(error))
         except Exception as error:
             traceback.print_exc()
             self._refuse(fields["id"], "engine", in_one_line(error))
@@ -128,7 +128,6 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     """Loads a pair and answers jobs with it."""
     import draftgraph
     from draftgraph.batching import Limits, Scheduler
-    from draftgraph.generation import context_window
     from draftgraph.kernels.packed import number_format
     from draftgraph.models.adapter import read_adapter
 
@@ -139,7 +138,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     scheduler.batch.prepare(config)
     ready = {
         "model": options["name"],
-        "context_window": context_window(pair.target),
+        "context_window": scheduler.window,
         "vocabulary": scheduler.vocabulary,
         "draft": pair.draft is not None,
         "device": str(pair.target.device),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from draftgraph.serve.schemas import Finish, GenerationRequest, Usage
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.text import AnswerText, TextRules, TokenNames
 
-LONG_BODY = 128 * 1024  # bytes, of which a tokenizer reads one or two in a microsecond
+LONG_BODY = 32 * 1024  # bytes, of which a tokenizer reads one or two in a microsecond
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
 
 
@@ -168,13 +168,20 @@ class Server:
     def __init__(self, settings: ServerSettings, engine: Engine, tokenizer: Any, metrics: Metrics) -> None:
         self.settings, self.engine, self.metrics = settings, engine, metrics
         grammars = Grammars(tokenizer)
-        self.prompts, self.names = Prompts(tokenizer, grammars), TokenNames(tokenizer)
-        self._long_prompts = Prompts(tokenizer, grammars)
+        self.prompts, self.names = Prompts(tokenizer, grammars, settings.max_body), TokenNames(tokenizer)
+        self._long_prompts = Prompts(tokenizer, grammars, settings.max_body)
         self.formats = AnswerFormats(settings, tokenizer)
 
     def prompts_of(self, request: Request) -> Prompts:
         """Long texts have a thread of their own, so that short ones do not wait for them."""
         return self._long_prompts if request.state.body_length > LONG_BODY else self.prompts
+
+    @contextmanager
+    def reading(self, request: Request, answers: int) -> Iterator[Prompts]:
+        """Lets a request in, to have its prompts read: it holds places for its answers, as those under way do."""
+        prompts, tenant = self.prompts_of(request), request.state.tenant
+        with self.engine.places.held(tenant, answers), prompts.unread.held(tenant, request.state.body_length):
+            yield prompts
 
 
 class Generation:
@@ -193,30 +200,36 @@ class Generation:
         self._jobs = jobs
         self._started = time.monotonic()
         self.answers = {job.id: answer_to(body, index, job, server, parser(job)) for index, job in enumerate(jobs)}
+        self._submission = server.engine.submit(jobs)
+        self.deltas = self._deltas()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Raises an ApiError if any of the jobs fails; closing it cancels what is left."""
+    async def aclose(self) -> None:
+        """Cancels what is left."""
+        await self.deltas.aclose()
+        self._submission.close()
+
+    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+        """Raises an ApiError if any of the jobs fails."""
         engine, metrics, outcome = self._server.engine, self._server.metrics, "abort"
-        with closing(engine.submit(self._jobs)) as submission:
-            try:
-                async for progress in submission:
-                    answer = self.answers[progress.id]
-                    if answer.finish_reason is not None:  # by a stop string: the engine went on until it was told
-                        answer.stats = progress.stats or answer.stats
-                        continue
-                    refuse_failed(progress)
-                    delta = answer.take(progress)
-                    if answer.finish_reason is not None:
-                        metrics.count_answer(answer, time.monotonic() - self._started)
-                        if progress.finish_reason is None:
-                            engine.end(progress.id)
-                    if delta.is_worth_sending:
-                        yield delta
-            except ApiError:
-                outcome = "error"
-                raise
-            finally:
-                metrics.answers.labels(outcome).inc(sum(one.finish_reason is None for one in self.answers.values()))
+        try:
+            async for progress in self._submission:
+                answer = self.answers[progress.id]
+                if answer.finish_reason is not None:  # by a stop string: the engine went on until it was told
+                    answer.stats = progress.stats or answer.stats
+                    continue
+                refuse_failed(progress)
+                delta = answer.take(progress)
+                if answer.finish_reason is not None:
+                    metrics.count_answer(answer, time.monotonic() - self._started)
+                    if progress.finish_reason is None:
+                        engine.end(progress.id)
+                if delta.is_worth_sending:
+                    yield delta
+        except ApiError:
+            outcome = "error"
+            raise
+        finally:
+            metrics.answers.labels(outcome).inc(sum(one.finish_reason is None for one in self.answers.values()))
 
     def usage(self) -> Usage:
         answers = list(self.answers.values())

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from pydantic_core import from_json
 
 from draftgraph.batching.job import Job
+from draftgraph.config import GraphConfig
 from draftgraph.serve.errors import ApiError, refusal
 from draftgraph.serve.formats import AnswerFormats, ToolUse
 from draftgraph.serve.grammars import Grammars, grammar_of
+from draftgraph.serve.quota import Quota
 from draftgraph.serve.schemas import (
     SEEDS,
     ChatRequest,
@@ -33,6 +35,9 @@ from draftgraph.serve.wire import Ready
 NEW_TOKENS = 16  # of a completion, as OpenAI has it
 GREEDY_UNDER = 1e-5  # a temperature so low divides logits past what floats hold
 MOST_SCORES = 1 << 19  # log-probabilities of prompts in one answer
+LONG_TOKEN = 16  # characters: text whose tokens are longer than that on average is no language
+FAR = 2  # times the window: what has more tokens in its beginning has too many in all, wherever that was cut
+BODIES = 4  # of the largest size, whose texts may wait for a tokenizer: it takes about two seconds for each
 NO_WINDOW = 1 << 20  # of a model that names none
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 AS_GIVEN = {"top_p", "min_p", *PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos"}
@@ -111,6 +116,8 @@ class JobMaker:
             raise refusal("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             check_tokens(getattr(request, name) or (), self._ready, name)
+        if request.traced and not settings.allow_trace:
+            raise refusal("draftgraph.trace is not allowed here", "draftgraph")
 
     def check_prompts(self, count: int) -> None:
         if not 1 <= count <= self._settings.max_prompts:
@@ -135,7 +142,7 @@ class JobMaker:
             temperature=temperature if temperature >= GREEDY_UNDER else 0.0,
             top_k=max(0, request.top_k or 0),
             seed=self.seed,
-            config=request.draftgraph.config() if request.draftgraph else {},
+            config=self._config(request.draftgraph.config() if request.draftgraph else {}),
             trace=request.traced,
             deadline=self._settings.deadline,
             **request.model_dump(include=AS_GIVEN, exclude_none=True),
@@ -150,6 +157,17 @@ class JobMaker:
         if most == -1:
             most = self.window - ((self._settings.max_tokens or 1) if wanted is None else wanted)
         return tokens[max(0, len(tokens) - max(1, most)) :]
+
+    def _config(self, given: dict[str, Any]) -> dict[str, Any]:
+        """How to draft, within the server's limits, also where the request leaves something out."""
+        if not given:
+            return {}
+        nodes, depth = self._settings.max_request_nodes, self._settings.max_request_depth
+        usual = GraphConfig(mode=given.get("mode", self._ready.mode))
+        for name, most in (("max_nodes", nodes), ("max_depth", depth), ("chain_length", max(1, depth))):
+            if given.setdefault(name, min(most, getattr(usual, name))) > most:
+                raise refusal(f"draftgraph.{name} may be {most} at most here, not {given[name]}", "draftgraph")
+        return given
 
     def _checked_length(self, prompt: int, wanted: int | None) -> int:
         """How many tokens to answer with: as many as wanted, or as there is room for."""
@@ -185,16 +203,17 @@ def check_model(name: str | None, settings: ServerSettings) -> None:
 
 
 class Prompts:
-    """A tokenizer with a thread of its own: a long text must not hold up the streams of others."""
+    """A tokenizer with a thread of its own: a long text must not hold up the streams of others. What nobody waits for
+    any more is not begun."""
 
-    def __init__(self, tokenizer: Any, grammars: Grammars) -> None:
+    def __init__(self, tokenizer: Any, grammars: Grammars, max_body: int) -> None:
         self.tokenizer, self.grammars = tokenizer, grammars
+        self.unread = Quota("bytes of prompts", BODIES * max_body)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     async def of_text(self, text: str, window: int, special: bool = True) -> list[int]:
-        self._refuse_endless(len(text), window, "prompt")
-        return await self.aside(lambda: encoded(self.tokenizer, text, special))
+        return await self._tokens(text, window, "prompt", special)
 
     async def of_words(self, words: Sequence[str]) -> list[list[int]]:
         """The tokens of each, where it begins a text and where a space comes before it."""
@@ -210,17 +229,25 @@ class Prompts:
         arguments = template_arguments(self.tokenizer, request)
         given = list(enumerate(request.messages))
         messages = await self.aside(lambda: [template_message(message, place) for place, message in given])
-        self._refuse_endless(sum(len(message["content"]) for message in messages), window, "messages")
         try:
-            return await self.aside(lambda: render(self.tokenizer, messages, arguments))
+            text = await self.aside(lambda: render(self.tokenizer, messages, arguments))
         except Exception as error:  # a template may fail in any way over what it is given
             said = " ".join(str(error).split())[:500]
             raise refusal(f"the model's chat template refuses these messages: {said}", "messages") from error
+        return await self._tokens(text, window, "messages", special=False)
 
-    def _refuse_endless(self, characters: int, window: int, param: str) -> None:
-        """What cannot fit even in the longest tokens is not tokenized: that would take seconds."""
-        if characters > window * self._longest_token:
-            raise too_long(f"{characters} characters", window, param)
+    async def _tokens(self, text: str, window: int, param: str, special: bool) -> list[int]:
+        """What cannot fit even in the longest tokens is not tokenized, and what does not fit by far only in part."""
+        if len(text) > window * self._longest_token:
+            raise too_long(f"{len(text)} characters", window, param)
+
+        def all_tokens() -> list[int]:
+            beginning = text[: LONG_TOKEN * window]
+            if len(beginning) < len(text) and len(found := encoded(self.tokenizer, beginning, special)) > FAR * window:
+                raise too_long(f"more than {len(found)} tokens", window, param)
+            return encoded(self.tokenizer, text, special)
+
+        return await self.aside(all_tokens)
 
     async def aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -230,12 +257,12 @@ def encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+def render(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
     try:
-        return list(tokenizer.apply_chat_template(messages, **arguments, return_dict=True)["input_ids"])
+        return str(tokenizer.apply_chat_template(messages, **arguments, tokenize=False))
     except TypeError:  # templates such as DeepSeek's add the arguments of calls to text
         as_text = [message | called(message, textual) for message in messages]
-        return list(tokenizer.apply_chat_template(as_text, **arguments, return_dict=True)["input_ids"])
+        return str(tokenizer.apply_chat_template(as_text, **arguments, tokenize=False))
 
 
 def template_arguments(tokenizer: Any, request: Conversation) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from draftgraph.batching.job import Job
 from draftgraph.serve.answers import Body, ChatForm
-from draftgraph.serve.errors import ApiError, refusal
+from draftgraph.serve.errors import ApiError, refusal, json_bytes
 from draftgraph.serve.fields import OWN_TOOLS
 from draftgraph.serve.generation import Delta, Server
 from draftgraph.serve.parsing import CallDelta
@@ -299,10 +299,10 @@ class ResponseForm(ChatForm):
         super().__init__(server, chat, jobs)
         self._asked, self._output, self._numbers = body, Output(), count()
 
-    def whole(self, deltas: list[Delta]) -> Body:
+    def whole(self, deltas: list[Delta]) -> bytes:
         for delta in deltas:
             self.events(delta)
-        return self.closing()[-1]["response"]  # type: ignore[no-any-return]
+        return json_bytes(self.closing()[-1]["response"])
 
     def opening(self) -> list[Body]:
         response = self._response("in_progress")

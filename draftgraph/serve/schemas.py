@@ -198,6 +198,11 @@ class GenerationRequest(Decoding):
         return self.n or 1
 
     @property
+    def answers(self) -> int:
+        """To all prompts."""
+        return self.choices
+
+    @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -251,6 +256,10 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = Field(None, description="true, if left out")
     suffix: str | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @property
+    def answers(self) -> int:
+        return len(self.prompts) * self.choices
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

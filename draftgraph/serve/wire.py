@@ -19,7 +19,7 @@ class Ready:
     """The first message of an engine: it can answer."""
 
     model: str
-    context_window: int | None
+    context_window: int | None  # of a text that the model takes and the pool has room for
     vocabulary: int
     draft: bool = False
     device: str = "cpu"
