@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,13 @@ from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.protocol import Engine, PassResult, Segment, common_prefix
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.generation import Request
-from draftgraph.graph import Bools, TokenTree
 from draftgraph.kernels.threads import torch_alone
 from draftgraph.noise import KeyedNoise
 from draftgraph.proposers.copying import Past, SuffixProposer
 from draftgraph.proposers.device_draft import NARROW, WIDTH, DeviceDrafts
 from draftgraph.proposers.draft_model import DraftVocabulary, ModelProposer
 from draftgraph.proposers.growth import Growing
-from draftgraph.proposers.policies import Hypotheses, Limits, Policy, Sources, policy_for, root_alone
+from draftgraph.proposers.policies import Guide, Hypotheses, Limits, Policy, Sources, policy_for, root_alone
 from draftgraph.proposers.pooling import Calibration
 from draftgraph.proposers.recycling import RecycleProposer
 from draftgraph.stats import Observer, Stats, Step
@@ -126,14 +125,6 @@ class Unlearnt:
     result: PassResult | None  # whose ranking is remembered
 
 
-@runtime_checkable
-class Guide(Protocol):
-    """A processor that knows of some tokens beforehand that it will not let them be chosen."""
-
-    def possible(self, text: list[int], tree: TokenTree) -> Bools:
-        """Nodes of a tree behind this text that may be chosen, with all before them."""
-
-
 class Sequence:
     """One text being continued."""
 
@@ -149,10 +140,12 @@ class Sequence:
         tenant: str = "",  # it may begin with what this tenant's sequences left behind
         adapter: int = 0,  # of the target; see `Adapters`
         past: Past | None = None,  # answers that it may copy from
+        guide: Guide | None = None,  # what its processors are going to do
         on_prompt: Callable[[Tensor], None] | None = None,  # is given the logits of every piece of the prompt
     ) -> None:
         self.request, self.config, self.outputs = request, config, outputs or Outputs()
         self.tenant, self.adapter, self.past, self.on_prompt = tenant, adapter, past, on_prompt
+        self.guide = guide if config.verification == "keyed" else None  # a rejected draft changes what is chosen
         padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
         ids = request.input_ids[row : row + 1]
         self.max_length = request.max_length
@@ -162,7 +155,6 @@ class Sequence:
         self.prompt_length = self._stats.prompt_tokens = len(self.text)
         sample = row % (request.config.num_return_sequences or 1) if sample is None else sample
         self.noise = KeyedNoise(seed, sample) if request.samples else None
-        self.guide = next((one for one in request.processors if isinstance(one, Guide)), None)
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None
         self.admitted: float | None = None  # when it first had contexts
@@ -179,6 +171,8 @@ class Sequence:
         engines.refuse_inexact(self.config)
         self.admitted = self.admitted or time.monotonic()
         self._stats.exact = engines.inexact is None
+        if self.guide is not None:  # what it learns is of no use to others
+            learnt = Learnt(HitRate(), {self.request.samples: Calibration()}, learnt.observer)
         self.engines, self.learnt, self.pricing = engines, learnt, pricing
         if not engines.can_branch:
             self.config = replace(self.config, k=1)
@@ -190,7 +184,7 @@ class Sequence:
         self.sampling = self.chooser.sampling
         self.sources = self._sources()
         self.calibration = learnt.calibrations[self.request.samples]
-        limits = Limits(self.config, ends, learnt.hits, self.calibration)
+        limits = Limits(self.config, ends, learnt.hits, self.calibration, self.guide)
         self.policy: Policy = policy_for(self.sources, limits)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
@@ -291,13 +285,8 @@ class Sequence:
         self.policy.begin(self.text, 0 if cost is None else self._depth_limit())
 
     def grow(self, cost: CostModel) -> Growing[Hypotheses]:
-        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token, without what the
-        request's guide rules out."""
-        hypotheses = yield from self.policy.grow(self.text, self._depth_limit(), cost)
-        if self.guide is not None and len(hypotheses.tree) > 1:
-            tree = hypotheses.tree.only(self.guide.possible(self.text, hypotheses.tree))
-            hypotheses = replace(hypotheses, tree=tree)
-        return hypotheses
+        """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
+        return self.policy.grow(self.text, self._depth_limit(), cost)
 
     def root_alone(self) -> Hypotheses:
         return root_alone(self.text, self.policy.limits)

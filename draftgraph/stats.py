@@ -53,7 +53,7 @@ Observer = Callable[[Step], None]
 
 
 Phase = Literal["prefill", "draft", "verify", "other"]
-SOURCES = ("draft", "merged", "copied", "recycled")
+SOURCES = ("draft", "merged", "copied", "recycled")  # and "forced", where a grammar forces tokens
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Stats:
 
     @property
     def merged_share(self) -> float:
-        """How much of the accepted drafts came without drafting: merged, copied or recycled."""
+        """How much of the accepted drafts came without drafting: merged, copied, recycled or forced."""
         return 1.0 - self.accepted_by_source["draft"] / self.accepted if self.accepted else 0.0
 
     @property
@@ -134,9 +134,10 @@ class Stats:
         self.new_tokens += len(step.tokens)
         self.verified_tokens += len(step.tree)
         for source in step.tree.sources[1:]:
-            self.checked_by_source[source] += 1
+            self.checked_by_source[source] = self.checked_by_source.get(source, 0) + 1
         for node in step.path:
-            self.accepted_by_source[step.tree.sources[node]] += 1
+            source = step.tree.sources[node]
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
         for depth in step.tree.depths[1:].tolist():
             self.checked_by_depth[depth] = self.checked_by_depth.get(depth, 0) + 1
         for depth in range(1, len(step.path) + 1):

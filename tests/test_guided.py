@@ -20,13 +20,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftgraph import GraphConfig
 from draftgraph.batching import Job, Limits, Progress, Scheduler
-from draftgraph.batching.grammar import matcher_of
-from draftgraph.batching.guide import Guide
+from draftgraph.batching.grammar import matcher_of, vocabulary_of
+from draftgraph.batching.guide import GrammarGuide
 from draftgraph.config import Mode
-from draftgraph.graph import TokenTree
+from draftgraph.graph import TokenGraph, TokenTree
 from draftgraph.pair import Pair
 
-CASES = int(os.environ.get("DRAFTGRAPH_GUIDED_CASES", "24"))
+CASES = int(os.environ.get("DRAFTGRAPH_GUIDED_CASES", "40"))
 MODES = get_args(Mode)
 LETTERS = "abcdefghij019 -"
 
@@ -128,35 +128,105 @@ def test_answers_conform_and_are_those_of_plain_decoding(pair: Pair, scheduler: 
             assert conforms(tokenizer.decode(tokens[0], skip_special_tokens=True), grammar), grammar
         else:
             assert end.finish_reason == "length", end
-            matcher = matcher_of(grammar, tokenizer, scheduler.vocabulary)
+            matcher = matcher_of(grammar, vocabulary_of(tokenizer, scheduler.vocabulary))
             assert matcher.validate_tokens(tokens[0]) == len(tokens[0]), grammar
 
 
+def guide_for(pair: Pair, pattern: str) -> GrammarGuide:
+    words, end = vocabulary_of(pair.tokenizer, 320), pair.tokenizer.convert_tokens_to_ids("<|end|>")
+    return GrammarGuide(matcher_of({"type": "regex", "pattern": pattern}, words), words.eos_token, 1, frozenset([end]))
+
+
+def grown(tokenizer: Any, *paths: str, k: int = 4) -> TokenGraph:
+    """A graph behind "1", with these paths of one-character tokens; "." is the end."""
+    one, end = (tokenizer.convert_tokens_to_ids(token) for token in ("1", "<|end|>"))
+    graph = TokenGraph(one, GraphConfig(mode="tree", k=k), ends=frozenset([end]))
+    for path in paths:
+        node = 0
+        for letter in path:
+            token = end if letter == "." else tokenizer.convert_tokens_to_ids(letter)
+            graph.add(node, token, 0.8, "draft")
+            node = graph.children_of(node)[token]
+    return graph
+
+
+def texts(tokenizer: Any, tree: TokenTree) -> set[str]:
+    """Of all paths from the root."""
+    paths = [tree.tokens[np.flatnonzero(row)[1:]].tolist() for row in tree.mask]
+    return {tokenizer.decode(path).replace("<|end|>", ".") for path in paths if path}
+
+
 def test_what_the_grammar_forbids_is_not_checked(pair: Pair) -> None:
-    """A tree of digits and letters behind `1`: of a number only digits stay, with what is behind them, and an end."""
-    tokenizer = pair.tokenizer
-    one, two, letter, end = (tokenizer.convert_tokens_to_ids(token) for token in ("1", "2", "a", "<|end|>"))
-    tokens, parents = np.array([one, two, letter, two, letter, end, two]), np.array([-1, 0, 0, 1, 1, 3, 2])
-    depths = np.array([0, 1, 1, 2, 2, 3, 2])
-    tree = TokenTree(tokens, parents, depths, np.arange(7), np.ones(7), ["root", *["draft"] * 6])
-    guide = Guide(matcher_of({"type": "regex", "pattern": "[0-9]{3,4}"}, tokenizer, 320), 1, frozenset([end]))
-    kept = guide.possible([letter, one], tree)
-    assert kept.tolist() == [True, True, False, True, False, True, False]
-    cut = tree.only(kept)
-    assert cut.tokens.tolist() == [one, two, two, end] and cut.parents.tolist() == [-1, 0, 1, 2]
-    assert cut.nodes.tolist() == [0, 1, 3, 5] and cut.mask.sum() == 1 + 2 + 3 + 4
+    """Of a number only digits stay, with what is behind them, and an end."""
+    graph = grown(pair.tokenizer, "22.", "2a", "a2", "2.")
+    cut = guide_for(pair, "[0-9]{3,4}").shape(graph, graph.unroll(), [5, int(graph.tokens[0])])
+    assert texts(pair.tokenizer, cut) == {"2", "22", "22."}
+    assert cut.parents.tolist() == [-1, 0, 1, 2] and cut.sources == ["root", "draft", "draft", "draft"]
+    assert cut.tokens.tolist() == graph.tokens[cut.nodes].tolist()
 
 
-def test_the_cut_saves_checking(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def checked() -> int:
+def test_what_the_grammar_forces_is_drafted_behind_every_draft_that_stays(pair: Pair) -> None:
+    graph = grown(pair.tokenizer, "a", "2")
+    tree = guide_for(pair, "1(2xyz|3)").shape(graph, graph.unroll(), [5, int(graph.tokens[0])])
+    assert texts(pair.tokenizer, tree) == {"2", "2x", "2xy", "2xyz"}
+    assert tree.sources == ["root", "draft", "forced", "forced", "forced"]
+
+
+def test_what_the_grammar_forces_has_room_beside_what_it_forbids(pair: Pair) -> None:
+    graph = grown(pair.tokenizer, "a", k=1)
+    tree = guide_for(pair, "123").shape(graph, graph.unroll(), [5, int(graph.tokens[0])])
+    assert texts(pair.tokenizer, tree) == {"2", "23"}
+
+
+def test_a_grammar_that_drafts_exhaust_still_leads_the_answer(pair: Pair) -> None:
+    graph = grown(pair.tokenizer, "a", "2")
+    guide = guide_for(pair, "1(2xyz|3)")
+    guide.matcher.consume_tokens([5, 5])
+    assert guide.matcher.is_error()
+    tree = graph.unroll()
+    assert guide.shape(graph, tree, [5, int(graph.tokens[0])]) is tree
+
+
+def test_cuts_and_forced_tokens_save_passes_and_checks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = {"type": "regex", "pattern": "([0-9]{4} is the number; ){4}"}
+
+    def figures() -> tuple[int, int]:
         scheduler = Scheduler(pair, Limits(texts=1, slots=4096))
         prompt = tuple(pair.tokenizer("the cat sat on the mat and")["input_ids"])
-        grammar = {"type": "regex", "pattern": "[0-9]{40}"}
-        job = Job("a", prompt, max_tokens=40, grammar=grammar, config={"mode": "tree"})
-        stats = answered(scheduler, [job])["a"][-1].stats
+        stats = answered(scheduler, [Job("a", prompt, grammar=grammar, config={"mode": "tree"})])["a"][-1].stats
         assert stats is not None
-        return int(stats["verified_tokens"])
+        return stats["steps"], stats["verified_tokens"]
 
-    cut = checked()
-    monkeypatch.setattr(Guide, "possible", lambda self, text, tree: np.ones(len(tree), dtype=bool))
-    assert cut < checked()
+    steps, checked = figures()
+    monkeypatch.setattr(GrammarGuide, "shape", lambda self, graph, tree, text: tree)
+    steps_before, checked_before = figures()
+    assert steps < steps_before and checked < checked_before
+
+
+def test_what_is_learnt_from_guided_drafts_is_not_for_others(pair: Pair) -> None:
+    learnt = pair.decoder.learnt
+    curves = [one.curves.copy() for one in learnt.calibrations.values()]
+    scheduler = Scheduler(pair, Limits(texts=1, slots=4096))
+    answered(scheduler, [Job("a", (9, 10, 11), grammar={"type": "regex", "pattern": "[0-9]{40}"})])
+    assert all((one.curves == curve).all() for one, curve in zip(learnt.calibrations.values(), curves, strict=True))
+
+
+class TestEnds:
+    def answer(self, pair: Pair, pattern: str, **fields: Any) -> tuple[str, str | None]:
+        scheduler = Scheduler(pair, Limits(texts=1, slots=4096))
+        job = Job("a", (9, 10, 11), max_tokens=30, grammar={"type": "regex", "pattern": pattern}, **fields)
+        told = answered(scheduler, [job])["a"]
+        return pair.tokenizer.decode([token for one in told for token in one.tokens]), told[-1].finish_reason
+
+    def test_a_model_without_an_end_uses_its_tokenizers(self, pair: Pair) -> None:
+        assert pair.target.config.eos_token_id is None
+        assert self.answer(pair, "abc") == ("abc<|end|>", "stop")
+
+    def test_a_token_to_stop_at_stops_inside_a_grammar_and_ends_it(self, pair: Pair) -> None:
+        stops = tuple(pair.tokenizer.convert_tokens_to_ids(["b", "x"]))
+        assert self.answer(pair, "abc", stop_token_ids=stops) == ("ab", "stop")
+        assert self.answer(pair, "acc", stop_token_ids=stops)[0] in ("accb", "accx")
+
+    def test_an_answer_that_ignores_ends_goes_on_as_long_as_the_grammar_does(self, pair: Pair) -> None:
+        assert self.answer(pair, "a{3,7}", ignore_eos=True) == ("a" * 7 + "<|end|>", "stop")
+        assert self.answer(pair, "a+", ignore_eos=True) == ("a" * 30, "length")

@@ -125,7 +125,7 @@ class TestOpenAIsClient:
 class TestAgents:
     """openai-agents, as its users run it."""
 
-    def agent(self, server):
+    def agent(self, server, api):
         asked = []
 
         @agents.function_tool
@@ -134,22 +134,24 @@ class TestAgents:
             asked.append((city, days))
             return f"{days} days of sun in {city}"
 
+        end = {"min_tokens": 8, "logit_bias": {tokenizer_with(HERMES).eos_token_id: 100}}  # its text would never end
         client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         made = agents.Agent(
             name="Forecaster",
             instructions="Look at the weather first.",
             tools=[weather],
-            model=agents.OpenAIChatCompletionsModel("tiny", client),
+            model=api("tiny", client),
             model_settings=agents.ModelSettings(
-                tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=100
+                tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=100, extra_body=end
             ),
         )
         return made, asked
 
+    @pytest.mark.parametrize("api", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
     @pytest.mark.parametrize("streamed", [False, True])
-    def test_an_agent_completes_its_run(self, server, streamed):
+    def test_an_agent_completes_its_run(self, server, streamed, api):
         agents.set_tracing_disabled(True)
-        agent, asked = self.agent(server)
+        agent, asked = self.agent(server, api)
 
         async def run():
             if not streamed:

@@ -12,7 +12,7 @@ from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList,
 
 from draftgraph import private
 from draftgraph.batching.grammar import matcher_of, vocabulary_of
-from draftgraph.batching.guide import Guide
+from draftgraph.batching.guide import GrammarGuide, GrammarMask
 from draftgraph.batching.job import Job
 from draftgraph.batching.restrictions import Restrictions
 from draftgraph.config import GraphConfig
@@ -67,21 +67,39 @@ def request_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> Reques
         processors.append(CountPenalties(len(ids), job.presence_penalty, job.frequency_penalty))
     if job.logit_bias:
         processors.append(Bias(job.logit_bias))
-    ends = stop_ids_of(target) | set(job.stop_token_ids)
+    ends = ends_of(job, target, tokenizer)
     if job.grammar is not None:
-        processors.append(Guide(matcher_of(job.grammar, vocabulary_of(tokenizer, vocabulary)), len(ids), ends))
+        words = vocabulary_of(tokenizer, vocabulary)
+        stops = ends if not job.ignore_eos else frozenset(job.stop_token_ids)
+        processors.append(GrammarMask(matcher_of(job.grammar, words), words.eos_tokens, len(ids), stops, ends))
     if job.min_tokens or job.bad_words or job.allowed_token_ids is not None:
-        processors.append(Restrictions(job, ends))
+        processors.append(Restrictions(job, ends | stop_ids_of(target)))
     given: dict[str, Any] = {"max_new_tokens": max(1, job.max_tokens), "do_sample": job.temperature > 0}
     if job.temperature > 0:
         given |= {"temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p}
         given |= {"min_p": job.min_p} if job.min_p else {}
     given |= {"repetition_penalty": job.repetition_penalty, "logits_processor": processors}
-    if job.stop_token_ids:
-        own = frozenset() if job.ignore_eos else stop_ids_of(target)
-        given["eos_token_id"] = sorted({*job.stop_token_ids, *own})
+    if job.stop_token_ids or job.grammar is not None:
+        given["eos_token_id"] = sorted(ends)
     request = prepare(target, torch.tensor([ids], device=target.device), tokenizer, **given)
-    return endless(request) if job.ignore_eos and not job.stop_token_ids else request
+    return request if ends or not job.ignore_eos else endless(request)
+
+
+def ends_of(job: Job, target: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end the answer: with a grammar also if `ignore_eos`, where nothing else is allowed any more."""
+    given = frozenset(job.stop_token_ids)
+    if job.grammar is None:
+        return given if job.ignore_eos else given | stop_ids_of(target)
+    return given | stop_ids_of(target) or frozenset({tokenizer.eos_token_id} - {None})
+
+
+def guide_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> GrammarGuide | None:
+    """For the drafts of a job."""
+    if job.grammar is None:
+        return None
+    words = vocabulary_of(tokenizer, vocabulary)
+    ends = ends_of(job, target, tokenizer)
+    return GrammarGuide(matcher_of(job.grammar, words), words.eos_token, len(job.tokens), ends)
 
 
 def endless(request: Request) -> Request:

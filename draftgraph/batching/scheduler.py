@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftgraph.batching.batch import CHUNK, SEQUENCES, Batch
 from draftgraph.batching.job import Finish, Job, Kind, Progress
-from draftgraph.batching.requests import config_of, request_of
+from draftgraph.batching.requests import config_of, guide_of, request_of
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import fresh_seed
@@ -107,8 +107,17 @@ class Scheduler:
         adapter = self.batch.engines.target.adapters.number(job.adapter)
         config, key = config_of(job, self.config), job.reuse_key
         past = self._past_of(key)
+        guide = guide_of(job, self.pair.target, self.pair.tokenizer, self.vocabulary) if config.drafts else None
         sequence = Sequence(
-            request, seed, config, sample=job.sample, outputs=outputs, tenant=key, adapter=adapter, past=past
+            request,
+            seed,
+            config,
+            sample=job.sample,
+            outputs=outputs,
+            tenant=key,
+            adapter=adapter,
+            past=past,
+            guide=guide,
         )
         task = Task(job, sequence)
         if job.prompt_logprobs is not None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from draftgraph.compiled import compiled
 
-Source = Literal["root", "draft", "copied", "recycled", "merged"]
+Source = Literal["root", "draft", "copied", "recycled", "merged", "forced"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -18,7 +18,7 @@ Bools = NDArray[np.bool_]
 ROOT = 0
 NONE = -1  # no node
 NO_TOKEN = -1  # fills proposals that have fewer than k children
-SOURCES: tuple[Source, ...] = ("root", "draft", "copied", "recycled", "merged")  # by number
+SOURCES: tuple[Source, ...] = ("root", "draft", "copied", "recycled", "merged", "forced")  # by number
 DRAFT, MERGED = 1, 4
 
 

@@ -196,6 +196,19 @@ class TokenGraph:
         rules = SOURCES.index(source), leaf, self._ends, self.config.k, tau
         return bool(add(self._nodes, parent, token, float(prob), *rules) == ADDED)
 
+    def force(self, node: int, tokens: list[int], prob: float) -> bool:
+        """One token after another behind a node, beside its other children; whether any of them is new."""
+        known = len(self)
+        self._reserve(len(tokens))
+        for token in tokens:
+            child = child_of(self._nodes, node, token)
+            if child == NONE:
+                state = LEAF if token in self.ends else OPEN
+                child = append(self._nodes, int(self.canonical[node]), token, prob, SOURCES.index("forced"), state)
+            self._nodes.node["prob"][child] = max(self._nodes.node["prob"][child], prob)
+            node = child
+        return len(self) > known
+
     def reaches(self, start: int, goal: int) -> bool:
         return bool(reaches(self._nodes, start, goal))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -63,11 +64,12 @@ class TokenTree:
         return TokenTree(tokens, parents, depths, kept, self.scores[:nodes], self.sources[:nodes])
 
     def only(self, kept: Bools) -> TokenTree:
-        """The tree of these nodes alone; the parents of each are among them."""
-        places = np.cumsum(kept) - 1
-        parents = np.where(self.parents[kept] < 0, self.parents[kept], places[self.parents[kept]])
-        sources = [source for source, stays in zip(self.sources, kept, strict=True) if stays]
-        return TokenTree(self.tokens[kept], parents, self.depths[kept], self.nodes[kept], self.scores[kept], sources)
+        """The tree of these nodes alone, the root among them, and the parents of all."""
+        places = np.append(kept.cumsum() - 1, NONE)  # the root's parent is the last
+        arrays = (self.tokens, places[self.parents], self.depths, self.nodes)
+        tokens, parents, depths, nodes = (array[kept] for array in arrays)
+        sources = list(compress(self.sources, kept))
+        return TokenTree(tokens, parents, depths, nodes, self.scores[kept], sources)
 
 
 @compiled

@@ -285,7 +285,7 @@ class Selection(NamedTuple):
 
     def settle(self, calibration: Calibration, graph: TokenGraph, tree: TokenTree, visited: Any, chosen: Any) -> None:
         """The target chose these tokens at these tree nodes: all that was proposed there is right or wrong."""
-        rows = self.rows[tree.nodes[visited]].tolist()
+        rows = [self.rows[node] if node < len(self.rows) else NO_ROW for node in tree.nodes[visited]]
         found = [(row, token) for row, token in zip(rows, chosen, strict=True) if row != NO_ROW]
         if found:
             observe_outcomes(calibration, self.table.named, self.table.estimates, found, graph.config.k)

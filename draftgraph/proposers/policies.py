@@ -34,6 +34,13 @@ class Sources:
         return [memory for memory in (self.copied, self.recycled) if memory is not None]
 
 
+class Guide(Protocol):
+    """Knows of tokens that cannot be chosen, or must be."""
+
+    def shape(self, graph: TokenGraph, tree: TokenTree, text: list[int]) -> TokenTree:
+        """The unrolled view of a graph behind this text, without what cannot be, and with what must."""
+
+
 @dataclass
 class Limits:
     """What the graphs of a sequence keep to, and what is learnt about them."""
@@ -42,6 +49,10 @@ class Limits:
     ends: frozenset[int]  # tokens that nothing follows
     hits: HitRate
     calibration: Calibration
+    guide: Guide | None = None
+
+    def shaped(self, graph: TokenGraph, tree: TokenTree, text: list[int]) -> TokenTree:
+        return tree if self.guide is None else self.guide.shape(graph, tree, text)
 
 
 class Proposed(Protocol):
@@ -123,12 +134,13 @@ class LevelPolicy:
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Growing[Hypotheses]:
         graph = TokenGraph(text[-1], self.limits.config, depth, self.limits.ends)
         if self.limits.config.mode != "auto":
-            return Hypotheses(graph, (yield from growing(graph, self.proposers)))
+            return Hypotheses(graph, self.limits.shaped(graph, (yield from growing(graph, self.proposers)), text))
         self.pool.begin()
         rate, budget = self.limits.hits.rate, None
         if self.sources.draft is not None:
             budget = DraftBudget(cost, graph.max_depth, rate, graph.max_nodes)
         tree = yield from growing(graph, self.proposers, cost.floor(), budget, self.pool)
+        tree = self.limits.shaped(graph, tree, text)
         worth = nodes_worth_checking(tree, cost, budget.spent if budget else 0.0)
         return Hypotheses(graph, tree.first(worth), self.pool.weighed)
 
@@ -158,7 +170,7 @@ class ChainPolicy:
         report = np.concatenate(levels)[:depth] if levels else np.zeros((0, 2 * k + 1))
         append_chain(nodes, text[-1], report[:, 0].astype(np.int64), np.exp(report[:, k]), array_of(self.limits.ends))
         graph = TokenGraph.of_nodes(nodes, config, depth, self.limits.ends)
-        return Hypotheses(graph, graph.unroll())
+        return Hypotheses(graph, self.limits.shaped(graph, graph.unroll(), text))
         yield  # a generator, as those of the other policies are
 
     def commit(self, hypotheses: Hypotheses, path: list[int]) -> None:
@@ -195,7 +207,7 @@ class DevicePolicy:
         for late in levels:
             self.candidates.add(late)
         selection = self.candidates.graph(floor)
-        tree = selection.graph.unroll()
+        tree = self.limits.shaped(selection.graph, selection.graph.unroll(), text)
         return Hypotheses(selection.graph, tree.first(nodes_worth_checking(tree, cost, spent)), selection)
 
     def commit(self, hypotheses: Hypotheses, path: list[int]) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from draftgraph.batching.job import Job
 from draftgraph.serve.answers import Body, ChatForm
-from draftgraph.serve.errors import ApiError, refusal, json_bytes
+from draftgraph.serve.errors import ApiError, json_bytes, refusal
 from draftgraph.serve.fields import OWN_TOOLS
 from draftgraph.serve.generation import Delta, Server
 from draftgraph.serve.parsing import CallDelta

@@ -208,7 +208,7 @@ def deepseek(name: str, sign: str, written: tuple[str, str, str], between: str) 
         markers=(*DEEPSEEK_SECTION, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
         opening=regex.compile(
             SPACE + r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
-            r"(?P<name>[^\s<]+)\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*(?=\{)"
+            r"(?P<name>[^\s<]{1,128}+)\s*+(?:<｜tool▁sep｜>)?\s*+(?:```json)?\s*+(?=\{)"  # a long space is tried once
         ),
         closing=regex.compile(r"\s*(?:```|<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>)"),
         written=written,
@@ -223,7 +223,7 @@ def mistral(sign: str, written: tuple[str, str, str], around: tuple[str, str], b
         sign=regex.compile(sign),
         markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         opening=regex.compile(
-            SPACE + r"\[TOOL_CALLS\]\s*(?:\[\s*|(?P<name>[^\s\[\]{]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*)?(?=\{)"
+            SPACE + r"\[TOOL_CALLS\]\s*(?:\[\s*|(?P<name>[^\s\[\]{]{1,128}+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*)?(?=\{)"
         ),
         closing=regex.compile(r"\s*\]"),
         following=regex.compile(r"\s*,\s*(?=\{)"),
