@@ -121,7 +121,8 @@ def listening(settings: ServerSettings) -> socket.socket:
 
 def served_tokenizer(target: str | None) -> Any:
     """The tokenizer that `draftgraph.load` would find for this target."""
-    source = find_source(target, "target", None, {"use_safetensors": True, "trust_remote_code": False})
+    options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
+    source = find_source(target, "target", None, options, few_bits=True)  # the smallest that has a GGUF file's tokenizer
     tokenizer = load_tokenizer(source, trust_remote_code=False) or load_tokenizer(base_of(source))
     if tokenizer is None:
         raise UsageError(f"{target} has no tokenizer: a server needs one")
