@@ -95,6 +95,8 @@ class TestNothingIsPassedOverInSilence:
         ("name", "value"),
         [
             ("use_beam_search", True),
+            ("watermarking", True),
+            ("include_reasoning", False),
             ("length_penalty", 1.5),
             ("prompt_logprobs", 0),
             ("logits_processors", ["a"]),
@@ -107,14 +109,15 @@ class TestNothingIsPassedOverInSilence:
         ],
     )
     def test_what_cannot_be_done_is_refused_with_the_reason(self, server, path, name, value):
-        error = refused(post(server, path, **{name: value}), name, "not supported", REFUSED[name].instead)
+        error = refused(post(server, path, **{name: value}), name, "not supported", REFUSED[name])
         assert error["code"] == "unsupported_parameter"
 
     @ROUTES
     def test_values_that_ask_for_nothing_are_accepted(self, server, path):
         nothing = {"n": 1, "use_beam_search": False, "length_penalty": 1.0, "functions": [], "modalities": ["text"]}
         nothing |= dict.fromkeys(["anything", "prompt_logprobs", "logits_processors", "audio", "background"])
-        nothing |= {"truncation_side": "left", "function_call": "none", "verbosity": "medium", "vllm_xargs": {}}
+        nothing |= {"truncation_side": "left", "best_of": 1, "function_call": "none", "verbosity": "medium"}
+        nothing |= {"vllm_xargs": {}, "include_reasoning": True}
         assert said(ask(server, path, **nothing)) == SAID
 
     @ROUTES

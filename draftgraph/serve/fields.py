@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, LiteralString
 
 from pydantic_core import PydanticCustomError
@@ -39,56 +38,49 @@ IGNORED = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Refused:
-    instead: str
-    harmless: tuple[Any, ...] = ()  # values that ask for nothing, besides null, false and what is empty
-
-
-TOOLS, ONE_BEAM = "use tools", "one answer is decoded at a time: ask for n answers"
-TEXT_ONLY = "this server reads and writes text only"
-STATELESS = "no answers are kept here: send the whole conversation"
-GRAMMARS = "write a grammar in Lark, as guided_grammar"
 OWN_TOOLS = "this server runs no tools of its own"
-
-REFUSED = {
-    # of OpenAI's chats
-    "audio": Refused(TEXT_ONLY),
-    "function_call": Refused(TOOLS, ("none",)),
-    "functions": Refused(TOOLS),
-    "modalities": Refused(TEXT_ONLY, (["text"],)),
-    "moderation": Refused("nothing is moderated here"),
-    "verbosity": Refused("say in a message how long the answer is to be", ("medium",)),
-    "web_search_options": Refused(OWN_TOOLS),
-    # of OpenAI's responses
-    "background": Refused(STATELESS),
-    "context_management": Refused(STATELESS),
-    "conversation": Refused(STATELESS),
-    "image": Refused(TEXT_ONLY),
-    "previous_response_id": Refused(STATELESS),
-    "prompt": Refused("no prompts are kept here: send the text as input"),
-    "truncation": Refused("shorten the conversation, or use truncate_prompt_tokens", ("disabled",)),
-    # of vLLM
-    "add_special_tokens": Refused("the chat template writes them"),
-    "chat_template": Refused("the model's own template is used"),
-    "disable_additional_properties": Refused(GRAMMARS),
-    "disable_any_whitespace": Refused(GRAMMARS),
-    "guided_whitespace_pattern": Refused(GRAMMARS),
-    "structural_tag": Refused(GRAMMARS),
-    "whitespace_pattern": Refused(GRAMMARS),
-    "continuous_usage_stats": Refused("usage comes with the last event"),
-    "documents": Refused("give them in chat_template_kwargs, for a template that reads them"),
-    "early_stopping": Refused(ONE_BEAM),
-    "include_reasoning": Refused("it cannot be left out", (True,)),
-    "kv_transfer_params": Refused("keys and values stay on this server"),
-    "length_penalty": Refused(ONE_BEAM, (1,)),
-    "logits_processors": Refused("use logit_bias, bad_words or allowed_token_ids"),
-    "mm_processor_kwargs": Refused(TEXT_ONLY),
-    "prompt_logprobs": Refused("use /v1/completions with echo and logprobs"),
-    "return_tokens_as_token_ids": Refused("use return_token_ids"),
-    "truncation_side": Refused("the last tokens are kept", ("left",)),
-    "use_beam_search": Refused(ONE_BEAM),
-    "vllm_xargs": Refused("this server has no such extensions"),
+STATELESS = "no answers are kept here: send the whole conversation"
+REASONS = {
+    "use tools": ("functions", "function_call"),
+    "this server reads and writes text only": (
+        *("audio", "image", "media_io_kwargs", "mm_processor_kwargs", "modalities"),
+    ),
+    OWN_TOOLS: ("web_search_options",),
+    STATELESS: ("background", "context_management", "conversation", "previous_response_id"),
+    "no prompts are kept here: send the text as input": ("prompt",),
+    "nothing is moderated here": ("moderation",),
+    "say in a message how long the answer is to be": ("verbosity",),
+    "shorten the conversation, or use truncate_prompt_tokens": ("truncation",),
+    "the last tokens are kept": ("truncation_side",),
+    "ask for n answers: each is decoded by itself": ("best_of", "early_stopping", "length_penalty", "use_beam_search"),
+    "use logit_bias, bad_words or allowed_token_ids": ("logits_processors",),
+    "use /v1/completions with echo and logprobs": ("prompt_logprobs",),
+    "use top_logprobs": ("logprob_token_ids",),
+    "use return_token_ids": ("return_prompt_text", "return_token_offsets", "return_tokens_as_token_ids"),
+    "usage comes with the last event": ("continuous_usage_stats",),
+    "write a grammar in Lark, as guided_grammar": (
+        *("disable_additional_properties", "disable_any_whitespace", "guided_whitespace_pattern"),
+        *("structural_tag", "whitespace_pattern"),
+    ),
+    "the chat template writes them": ("add_special_tokens",),
+    "the model's own template is used": ("chat_template",),
+    "give them in chat_template_kwargs, for a template that reads them": ("documents",),
+    "reasoning is neither cut nor left out": ("include_reasoning", "thinking_token_budget"),
+    "this server has no such extension": (
+        *("ec_transfer_params", "kv_transfer_params", "repetition_detection", "vllm_xargs", "watermarking"),
+    ),
+}
+REFUSED = {name: reason for reason, names in REASONS.items() for name in names}
+# Values that ask for nothing, where that is not false; null and what is empty never do.
+HARMLESS: dict[str, Any] = {
+    "best_of": 1,
+    "function_call": "none",
+    "include_reasoning": True,
+    "length_penalty": 1,
+    "modalities": ["text"],
+    "truncation": "disabled",
+    "truncation_side": "left",
+    "verbosity": "medium",
 }
 
 
@@ -99,17 +91,18 @@ def refuse_unknown(given: dict[str, Any], known: Collection[str]) -> None:
             continue
         if name not in REFUSED:
             raise unacceptable("unknown_parameter", name, f"there is no such field{hint(name, known)}")
-        if not asks_for_nothing(value, REFUSED[name].harmless):
-            raise unacceptable("unsupported_parameter", name, f"not supported: {REFUSED[name].instead}")
+        if not asks_for_nothing(name, value):
+            raise unacceptable("unsupported_parameter", name, f"not supported: {REFUSED[name]}")
 
 
 def unacceptable(kind: LiteralString, name: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(kind, "{message}", {"message": message, "field": name[:LONGEST_NAME]})
 
 
-def asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """0 may ask for something: for log-probabilities without alternatives, for one."""
-    return value is False or value in ([], {}, "") or any(value == one for one in harmless)
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """0 is not false: it may ask for log-probabilities without alternatives, for one."""
+    default = HARMLESS.get(name, False)
+    return value in ([], {}, "") or (value == default and isinstance(value, bool) == isinstance(default, bool))
 
 
 def hint(name: str, known: Collection[str]) -> str:

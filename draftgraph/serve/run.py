@@ -122,7 +122,7 @@ def listening(settings: ServerSettings) -> socket.socket:
 def served_tokenizer(target: str | None) -> Any:
     """The tokenizer that `draftgraph.load` would find for this target."""
     options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
-    source = find_source(target, "target", None, options, few_bits=True)  # the smallest that has a GGUF file's tokenizer
+    source = find_source(target, "target", None, options, few_bits=True)  # what takes least room of a GGUF file
     tokenizer = load_tokenizer(source, trust_remote_code=False) or load_tokenizer(base_of(source))
     if tokenizer is None:
         raise UsageError(f"{target} has no tokenizer: a server needs one")
