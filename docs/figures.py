@@ -102,8 +102,8 @@ def gain() -> Iterator[str]:
     (low, high), (gpu_low, gpu_high) = map(range_of_auto, (("cpu", "cpu-qwen"), gpu_runs))
     yield from prose(
         f"How much faster depends on the text: {low:.1f} to {high:.1f} times plain decoding on two CPU cores, and",
-        f"{gpu_low:.1f} to {gpu_high:.1f} times on a GPU (averages over tasks: single prompts can be slower; on the GPU",
-        "older runs, most of them with a [stand-in for a large model](#how-fast-is-it)).",
+        f"{gpu_low:.1f} to {gpu_high:.1f} times on a GPU (averages over tasks: single prompts can be slower; on the",
+        "GPU older runs, most of them with a [stand-in for a large model](#how-fast-is-it)).",
     )
 
 
@@ -125,8 +125,8 @@ def overview() -> Iterator[str]:
     gpu = [one["ms_per_token"] for one in mode_of(report("h200-7b-peers"), "hf")["tasks"]]
     yield ""
     yield from prose(
-        f"On the GPU {len(gpu)} prompts were answered once. `transformers` is left out: that machine's slow Python bound it",
-        f"({min(gpu):.0f} to {max(gpu):.0f} ms per token).",
+        f"On the GPU {len(gpu)} prompts were answered once. `transformers` is left out: that machine's slow Python",
+        f"bound it ({min(gpu):.0f} to {max(gpu):.0f} ms per token).",
     )
 
 

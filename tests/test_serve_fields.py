@@ -12,6 +12,7 @@ from serve_tools import END, USER, WINDOW, LiveServer, tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from draftgraph.serve.fields import IGNORED, REFUSED
+from draftgraph.serve.grammars import Grammars
 from draftgraph.serve.jobs import Prompts
 from draftgraph.serve.schemas import ChatRequest, CompletionRequest
 
@@ -130,7 +131,7 @@ class TestNothingIsPassedOverInSilence:
             ({"draftgraph": {"max_node": 3}}, "draftgraph.max_node", "max_nodes"),
             ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use", "include_usage"),
             ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "", "not supported"),
-            ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", ""),
+            ({"response_format": {"type": "text", "schemas": {}}}, "response_format.schemas", "schema"),
         ],
     )
     def test_fields_of_fields_are_held_to_the_same(self, server, more, param, near):
@@ -206,7 +207,7 @@ class TestTokens:
         assert said(ask(server, COMPLETIONS, prompt, skip_special_tokens=False)) == tokenizer().decode(prompt)
 
     def test_words_are_forbidden_with_and_without_a_space(self, server):
-        found = asyncio.run(Prompts(tokenizer()).of_words(["cat", " mat", " "]))
+        found = asyncio.run(Prompts(tokenizer(), Grammars(tokenizer()), 1 << 20).of_words(["cat", " mat", " "]))
         assert {tokenizer().decode(tokens) for tokens in found} == {"cat", " cat", "mat", " mat", " ", "  "}
         assert said(ask(server, bad_words=["dog"], allowed_token_ids=[5, 6], cache_salt="salt")) == SAID
         refused(post(server, bad_words=[""]), "bad_words", "1 to 512 characters")

@@ -105,15 +105,15 @@ def test_a_request_has_one_span_under_its_clients(collector):
 
 def test_streams_and_failures_have_their_spans_too_and_probes_have_none(collector, monkeypatch):
     monkeypatch.setenv(ENDPOINT, collector.url)
-    with LiveServer(deadline=0.5) as server:
-        chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "stream": True}
+    with LiveServer(deadline=0.5, adapters=("tuned",)) as server:
+        chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "stream": True, "model": "tuned"}
         httpx.post(f"{server.url}/v1/chat/completions", json=chat)
         slow = {"prompt": f"a{SLOW}", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
         httpx.post(f"{server.url}/v1/completions", json=slow)
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "model": "other"})
         httpx.get(f"{server.url}/health")
     chatted, late, refused = collector.spans()
-    assert chatted.name == "chat fake" and len(chatted.trace_id.hex()) == 32 and not chatted.parent_span_id
+    assert chatted.name == "chat tuned" and len(chatted.trace_id.hex()) == 32 and not chatted.parent_span_id
     assert values(chatted.attributes)["gen_ai.response.finish_reasons"] == ["stop"]
     assert chatted.status.code == refused.status.code == Status.STATUS_CODE_UNSET
     found = values(late.attributes)

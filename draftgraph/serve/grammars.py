@@ -18,7 +18,7 @@ from draftgraph.serve.errors import refusal
 from draftgraph.serve.schemas import GenerationRequest, JSONObject, ResponseFormat, StructuredOutputs
 
 LONGEST = 64 * 1024  # characters
-MOST_SECONDS = 0.5  # to compile the grammars of all answers to a request: others' steps wait for that
+MOST_SECONDS = 0.25  # to compile the grammars of all answers to a request: others' steps wait for that, twice
 TOO_MUCH = "the grammar takes too much time or memory to compile: make it simpler"
 COMMAND = [sys.executable, "-m", "draftgraph.serve.grammar_process"]
 
@@ -116,7 +116,7 @@ def from_schema(schema: Any, name: str) -> JSONObject:
     """An object, true or false, or a text of that."""
     if isinstance(schema, str):
         try:
-            schema = from_json(schema[: LONGEST + 1])
+            schema = from_json(schema)
         except ValueError as error:
             raise refusal(f"{name} is not JSON: {error}", name) from error
     if not isinstance(schema, dict | bool):

@@ -64,9 +64,8 @@ class Tracing:
         attributes = attributes_of(outcome)
         name = f"{outcome.method} {outcome.route}"
         if generation is not None:
-            attributes |= {"gen_ai.request.model": self._model, "gen_ai.response.model": self._model}
-            attributes |= generation_attributes(generation, outcome.route)
-            name = f"{attributes['gen_ai.operation.name']} {self._model}"
+            attributes |= generation_attributes(generation, outcome.route, self._model)
+            name = f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
         span = self._tracer.start_span(
             name,
             context=self._propagator.extract(headers),
@@ -96,13 +95,15 @@ def attributes_of(outcome: Outcome) -> Attributes:
     return found
 
 
-def generation_attributes(generation: Generation, route: str) -> Attributes:
+def generation_attributes(generation: Generation, route: str, model: str) -> Attributes:
     """By the semantic conventions for generative AI; for times that those have no name for, by vLLM's names."""
     answers, usage = list(generation.answers.values()), generation.usage()
     first, job = [one.first_token_seconds for one in answers if one.first_token_seconds is not None], answers[0].job
     found = {
         "gen_ai.operation.name": OPERATIONS.get(route, "chat"),
         "gen_ai.provider.name": "draftgraph",
+        "gen_ai.request.model": job.adapter or model,
+        "gen_ai.response.model": job.adapter or model,
         "gen_ai.response.id": generation.id,
         "gen_ai.response.finish_reasons": [one.finish_reason or "error" for one in answers],
         "gen_ai.request.choice.count": len(answers),
