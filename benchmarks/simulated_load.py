@@ -44,7 +44,9 @@ def pretend(engine: PagedEngine, prices: list[float], right: float | None) -> No
     """Passes that take so many milliseconds and say what follows from token and position: the draft (`right`) is that
     often of the target's opinion."""
 
-    def forward(tokens: Tensor, positions: Tensor, slots: Any, data: Any, kept: Tensor | None = None) -> Tensor:
+    def forward(
+        tokens: Tensor, positions: Tensor, slots: Any, data: Any, kept: Tensor | None = None, adapters: Any = None
+    ) -> Tensor:
         until = time.perf_counter() + float(np.interp(tokens.shape[1], NODES, prices)) / 1e3
         mixed = (tokens[0].long() * 2654435761 + positions[0].long() * 40503) % 1000003
         rows, logits = torch.arange(len(mixed)), torch.zeros(len(mixed), engine.columns)

@@ -40,7 +40,7 @@ def command(tmp_path_factory):
     )
     words.save_pretrained(folder)
     load = {"target": str(folder), "draft": "self", "dtype": "float32"}
-    limits = {"texts": 8, "waiting": 16, "slots": 16384, "past_tokens": 0}
+    limits = {"texts": 8, "slots": 16384, "past_tokens": 0}
     options = {"name": "tiny", "load": load, "graph": {"cost": "flat"}, "limits": limits}
     return [sys.executable, "-m", "draftgraph.serve.engine_process", json.dumps(options)]
 
