@@ -16,12 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftgraph.batching.job import Job
+from draftgraph.serve.answer_schemas import CompletionLogprobs
 from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, gone, json_bytes
 from draftgraph.serve.formats import ToolUse
 from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
 from draftgraph.serve.jobs import message_text
 from draftgraph.serve.parsing import AnswerParser, CallDelta
-from draftgraph.serve.schemas import ChatRequest, CompletionLogprobs, CompletionRequest, GenerationRequest
+from draftgraph.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from draftgraph.serve.text import AnswerText, TokenNames
 from draftgraph.text import decode
 

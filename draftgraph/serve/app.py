@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from draftgraph import __version__
 from draftgraph.inspect.theme import template
 from draftgraph.serve import errors, playground, responses
+from draftgraph.serve.answer_schemas import ChatAnswer, Completion, Detokenized, Model, ModelList, Tokenized
 from draftgraph.serve.answers import ChatForm, CompletionForm, respond, while_present
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import JSONAnswer
@@ -26,17 +27,11 @@ from draftgraph.serve.jobs import JobMaker, chat_jobs, check_model, check_tokens
 from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.responses import ResponseForm, ResponsesRequest, chat_of
 from draftgraph.serve.schemas import (
-    ChatAnswer,
     ChatRequest,
-    Completion,
     CompletionRequest,
     Decoding,
-    Detokenized,
     DetokenizeRequest,
-    Model,
-    ModelList,
     TokenizeChat,
-    Tokenized,
     TokenizeRequest,
 )
 from draftgraph.serve.settings import Keys, ServerSettings, is_loopback

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 
 from draftgraph.batching.job import Job, Progress
+from draftgraph.serve.answer_schemas import Finish, Usage
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import ApiError, failure
 from draftgraph.serve.formats import AnswerFormats
@@ -20,7 +21,7 @@ from draftgraph.serve.grammars import Grammars
 from draftgraph.serve.jobs import Prompts
 from draftgraph.serve.metrics import Metrics
 from draftgraph.serve.parsing import AnswerParser, CallDelta
-from draftgraph.serve.schemas import Finish, GenerationRequest, Usage
+from draftgraph.serve.schemas import GenerationRequest
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.text import AnswerText, TextRules, TokenNames
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from draftgraph.batching.job import Job
+from draftgraph.serve.answer_schemas import Usage
 from draftgraph.serve.answers import Body, ChatForm
 from draftgraph.serve.errors import ApiError, json_bytes, refusal
 from draftgraph.serve.fields import OWN_TOOLS
@@ -35,7 +36,6 @@ from draftgraph.serve.schemas import (
     ResponseFormat,
     Schema,
     Text,
-    Usage,
 )
 
 LOGPROBS = "message.output_text.logprobs"  # as `include` names them
