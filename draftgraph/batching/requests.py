@@ -90,7 +90,8 @@ def ends_of(job: Job, target: Any, tokenizer: Any) -> frozenset[int]:
     given = frozenset(job.stop_token_ids)
     if job.grammar is None:
         return given if job.ignore_eos else given | stop_ids_of(target)
-    return given | stop_ids_of(target) or frozenset({getattr(tokenizer, "eos_token_id", None)} - {None})
+    end = getattr(tokenizer, "eos_token_id", None)
+    return given | stop_ids_of(target) or frozenset([] if end is None else [end])
 
 
 def guide_of(job: Job, target: Any, tokenizer: Any, vocabulary: int) -> GrammarGuide | None:
