@@ -287,7 +287,7 @@ def test_what_is_read_as_it_comes_may_be_as_long_as_it_likes():
 
 
 def test_a_client_that_does_not_read_its_trace_is_told_so_in_the_end(monkeypatch):
-    monkeypatch.setattr("draftgraph.serve.engine.MOST_UNREAD", 2000)
+    monkeypatch.setattr("draftgraph.serve.engine.MOST_UNREAD", 20_000)
     body = {"prompt": "the cat", "max_tokens": 400, "n": 16, "logprobs": 20, "stream": True, "ignore_eos": True}
     with LiveServer() as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
