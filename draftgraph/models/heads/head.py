@@ -1,0 +1,112 @@
+"""What all heads share: the model class that our engines run, its output, its masks, and what its target lends it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils import ModelOutput
+
+from draftgraph import private
+from draftgraph.models.draft import lend_output_rows, text_config
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+@dataclass
+class HeadOutput(ModelOutput):
+    logits: Tensor | None = None  # [1, nodes, columns]
+    states: Tensor | None = None  # [1, nodes, hidden]: in place of the target's, one level deeper
+    past_key_values: Any = None
+
+
+class Head(PreTrainedModel):
+    """A draft that reads hidden states of its target."""
+
+    config_class = None
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    kind: str
+    width: int  # columns of a row of `states`
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The i of the target's hidden states h[i] that are concatenated for `project`."""
+        return tuple(self.config.reads)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Rows that `forward` takes, of the target's states.
+
+        # [nodes, len(reads) * target's hidden] -> [nodes, width]
+        """
+        raise NotImplementedError
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def kinds_of(config: Any) -> list[str]:
+    """The kind of attention of each layer."""
+    count: int = config.num_hidden_layers
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * count)[:count]
+
+
+def masks_of(config: Any, embeds: Tensor, mask: Any, cache: Any, positions: Tensor) -> list[Any]:
+    """The mask of each layer: the one given, by kinds of layers or for all, or a causal one."""
+    kinds, masks = kinds_of(config), mask
+    if not isinstance(mask, dict):
+        made = {"config": config, "inputs_embeds": embeds, "attention_mask": mask}
+        made |= {"past_key_values": cache, "position_ids": positions}
+        masks = {kind: MASKS[kind](**made) for kind in set(kinds)}
+    return [masks[kind] for kind in kinds]
+
+
+def positions_after(cache: Any, embeds: Tensor) -> Tensor:
+    known = 0 if cache is None else cache.get_seq_length()
+    return (torch.arange(embeds.shape[1], device=embeds.device) + known)[None]
+
+
+def kept_rows(logits_to_keep: Any) -> Any:
+    """Of which nodes logits are asked for, as transformers understands it."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
+def lent_embedding(target: Any) -> nn.Module:
+    """A frozen module of its own around the target's embedding matrix."""
+    embedding = copy.copy(target.get_input_embeddings())
+    frozen = {name: nn.Parameter(value.detach(), False) for name, value in embedding.named_parameters(recurse=False)}
+    private.set_parameters(embedding, frozen)
+    return embedding  # type: ignore[no-any-return]
+
+
+def bare_head(kind: type[Any], config: Any, target: Any, token_map: Tensor | None = None) -> Any:
+    """A head in the target's dtype and place, around its embedding and its output rows for the tokens of the map; its
+    own weights are random."""
+    attention = private.attention_of(text_config(target.config)) or "sdpa"
+    head = private.new_model(kind, config, target.dtype, attention)
+    head.set_input_embeddings(lent_embedding(target))
+    lend_output_rows(head, target, token_map)
+    return head.to(target.get_input_embeddings().weight.device)
