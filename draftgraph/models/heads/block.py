@@ -1,4 +1,4 @@
-"""DFlash and JetSpec: a head that drafts a block of tokens in one pass, behind keys and values of the target's states."""
+"""DFlash and JetSpec: a head that drafts a block in one pass, behind keys and values of the target's states."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from draftgraph.models.draft import text_config
 from draftgraph.models.heads.head import Head, HeadOutput, bare_head, kept_rows, masks_of, positions_after
 
 
-class BlockAttention(Qwen3Attention):  # type: ignore[misc]
+class BlockAttention(Qwen3Attention):
     """Queries are those of `hidden_states`, keys and values those of `read`."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         read: Tensor,
@@ -77,7 +77,7 @@ class BlockHead(Head):
         self.norm = Qwen3RMSNorm(hidden, eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     @property
     def block_size(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from draftgraph import private
 from draftgraph.models.draft import lend_output_rows, text_config

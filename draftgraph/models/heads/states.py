@@ -61,7 +61,7 @@ class StatesHead(Head):
         self.norm = LlamaRMSNorm(hidden, eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def project(self, states: Tensor) -> Tensor:
         if self.input_norm is not None:
