@@ -7,7 +7,7 @@ look their attention up in the registry, that count positions themselves, or who
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from draftgraph.engine.borrowing import NarrowLinears, adapters, unwrapped
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.protocol import PREFILL_CHUNK, PassResult, Segment
 from draftgraph.engine.rope import RopeSwitch
+from draftgraph.engine.states import Taps, own_states
 from draftgraph.graph import Bools, Ints
 from draftgraph.kernels.packed import is_packed, still_torch
 
@@ -42,6 +43,7 @@ class EagerEngine:
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.taps = Taps(model)
 
     @property
     def device(self) -> torch.device:
@@ -53,10 +55,13 @@ class EagerEngine:
     def adapt(self, adapters: Adapters) -> None:
         self.adapters = adapters
 
+    def read_states(self, reads: tuple[int, ...]) -> None:
+        self.taps = Taps(self.model, reads)
+
     def run(self, segments: Sequence[Segment]) -> list[PassResult]:
         """One sequence after the other."""
-        found = [(one, one.context.forward(one.tokens, one.depths, one.visible)) for one in segments]
-        return [PassResult(logits if one.scored else logits[:0]) for one, logits in found]
+        found = [(one, one.context.compute(one.tokens, one.depths, one.visible, one.states)) for one in segments]
+        return [PassResult(logits if one.scored else logits[:0], states=states) for one, (logits, states) in found]
 
     def wait(self) -> None: ...
 
@@ -72,6 +77,7 @@ class EagerContext:
     """See `Context`."""
 
     expected = 0
+    on_states: Callable[[Tensor], None] | None = None
 
     def __init__(self, engine: EagerEngine, adapter: int = 0) -> None:
         self.engine, self.adapter = engine, adapter
@@ -108,23 +114,35 @@ class EagerContext:
     def prefill(self, tokens: list[int], chunk: int | None = None, following: int | None = None) -> None:
         if self.engine.switch and tokens:  # its frequencies are those of the longest position, as in `generate`
             extra = [] if following is None else [following]
-            self._run([*tokens, *extra], range(len(tokens) + len(extra)), None, keep=1)
-            return self.commit(list(range(len(tokens))), tokens)
+            _, states = self._run([*tokens, *extra], range(len(tokens) + len(extra)), None, keep=1)
+            return self._commit_text(tokens, states)
         chunk = chunk or PREFILL_CHUNK
         for start in range(0, len(tokens), max(chunk, 1)):
             piece = tokens[start : start + chunk]
-            self._run(piece, range(len(piece)), None, keep=1)
-            self.commit(list(range(len(piece))), piece)
+            _, states = self._run(piece, range(len(piece)), None, keep=1)
+            self._commit_text(piece, states)
+
+    def _commit_text(self, tokens: list[int], states: Tensor | None) -> None:
+        self.commit(list(range(len(tokens))), tokens)
+        if self.on_states is not None and states is not None:
+            self.on_states(states[: len(tokens)])
 
     def forward(self, tokens: Ints, depths: Ints, visible: Bools) -> Tensor:
-        """Logits [nodes, vocabulary] of nodes `depths` behind the text; row i of `visible` [nodes, scratch after
-        this pass] marks the scratch slots that node i sees, itself among them. All of the text is seen."""
+        """The logits that `compute` gives."""
+        return self.compute(tokens, depths, visible)[0]
+
+    def compute(
+        self, tokens: Ints, depths: Ints, visible: Bools, states: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [nodes, vocabulary] of nodes `depths` behind the text, and their hidden states, where they are read;
+        row i of `visible` [nodes, scratch after this pass] marks the scratch slots that node i sees, itself among them.
+        All of the text is seen. `states`: what a head reads."""
         switch, length = self.engine.switch, len(self.text)
         if switch and not self.scratch and switch.crossed_by(length, length + int(depths.max())):
             self._recompute(int(tokens[0]))
         sequential = self.scratch + np.arange(len(tokens))
         is_chain = bool((depths == sequential).all()) and bool(visible.sum() == (sequential + 1).sum())
-        return self._run(tokens.tolist(), depths.tolist(), None if is_chain else visible)
+        return self._run(tokens.tolist(), depths.tolist(), None if is_chain else visible, given=states)
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
         self._cache.gather(len(self.text), slots)
@@ -152,7 +170,9 @@ class EagerContext:
         self._run([*text, next_token], range(len(text) + 1), None, keep=1)
         self.commit(list(range(len(text))), text)
 
-    def _run(self, tokens: list[int], depths: Any, visible: Bools | None, keep: int = 0) -> Tensor:
+    def _run(
+        self, tokens: list[int], depths: Any, visible: Bools | None, keep: int = 0, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         engine, length = self.engine, len(self.text)
         device = engine.device
         self._scratch_depths.extend(depths)
@@ -167,14 +187,17 @@ class EagerContext:
             seen = torch.ones((len(tokens), length + len(positions)), dtype=torch.bool, device=device)
             seen[:, length:] = torch.from_numpy(visible).to(device)
             keys = torch.cat([torch.arange(length, device=device), positions])
-            given = (engine.config, seen, positions[self.scratch :], keys, engine.model.dtype)
-            arguments["attention_mask"] = graph_masks(*given)
+            told = (engine.config, seen, positions[self.scratch :], keys, engine.model.dtype)
+            arguments["attention_mask"] = graph_masks(*told)
             if engine.offsets:
                 offsets = positions[self.scratch :] - torch.arange(len(tokens), device=device)
         self._cache.offsets = offsets
         self._cache.rewind(length + self.scratch)  # drops what an interrupted pass may have left
         numbers = torch.full((len(tokens),), self.adapter, device=device) if self.adapter else None
-        with still_torch(engine.packed), engine.linears.borrowed(len(tokens)), engine.adapters.added(numbers):
-            logits = engine.model(**arguments, past_key_values=self._cache, return_dict=True).logits[0]
+        if given is not None:
+            arguments["states"] = given[None]
+        lent = engine.linears.borrowed(len(tokens)), engine.adapters.added(numbers), engine.taps.reading()
+        with still_torch(engine.packed), lent[0], lent[1], lent[2]:
+            out = engine.model(**arguments, past_key_values=self._cache, return_dict=True)
         self.scratch += len(tokens)
-        return logits  # type: ignore[no-any-return]
+        return out.logits[0], own_states(out, engine.taps)

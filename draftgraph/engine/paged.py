@@ -8,7 +8,7 @@ as wide as its nodes. One sequence is N = 1.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ from draftgraph.engine.protocol import (
     ranked,
 )
 from draftgraph.engine.rope import RopeSwitch
+from draftgraph.engine.states import Taps, own_states
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.graph import WORD, Floats, Ints
 from draftgraph.kernels.attention import PagedPass
@@ -93,7 +94,8 @@ class PagedEngine:
         """`compiled`: on a CPU passes run without the model's modules, if these are of known parts."""
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
-        self.model, self.adapters = model, Adapters(model, {})
+        self.model, self.adapters, self._taps = model, Adapters(model, {}), Taps(model)
+        self._states_width: int = getattr(model, "width", 0)  # of what a head reads beside tokens
         self.captured = self.asynchronous = self.device.type == "cuda" if captured is None else captured
         self.widths = tuple(width for width in NODES if width <= 2 * WORD) if self.captured else ()
         self.widest = NODES[-1] if self.captured else PREFILL_CHUNK  # nodes of one pass; less where memory is short
@@ -120,6 +122,8 @@ class PagedEngine:
     def _borrow(self) -> None:
         """How the model's passes are run: by a compiled program, or by its modules, with what is changed in them."""
         self._program = program_of(self.model, self.adapters) if self._compiles else None
+        if self._program is not None:
+            self._program.read_states(self._taps.reads)
         self._packed = is_packed(self.model)
         self._linears = NarrowLinears(self.model)
         self._fusions = Fusions(self.model)
@@ -151,6 +155,12 @@ class PagedEngine:
     def adapt(self, adapters: Adapters) -> None:
         self.adapters = adapters
         self._borrow()
+
+    def read_states(self, reads: tuple[int, ...]) -> None:
+        if reads != self._taps.reads:
+            self._taps = Taps(self.model, reads)
+            self._forget_passes()
+            self._borrow()
 
     def has_room(self, tokens: int) -> bool:
         return self._grows or pages_for(tokens) <= self.pages.available
@@ -194,7 +204,7 @@ class PagedEngine:
                 continue
             results = self._launch(recorded, pieces)
             for piece, result in zip(pieces, results, strict=True):
-                found[id(piece.segment)].append(PassResult(result.logits.clone()) if waiting else result)
+                found[id(piece.segment)].append(copied(result) if waiting else result)
         for segment in segments:
             segment.context.note_scratch(segment.depths)
         return [joined(found[id(segment)]) for segment in segments]
@@ -203,6 +213,7 @@ class PagedEngine:
         """Sets the pass off; those pieces that are scored come first."""
         recorded.wait()
         recorded.data.fill(pieces)
+        recorded.data.fill_states(pieces)
         for moves in recorded.data.hand_over(self._moves.values()):
             self._move_now(moves)
         samplings = [self._sampling_of(piece) for piece in pieces]
@@ -210,7 +221,7 @@ class PagedEngine:
         if noisy or recorded.data.shape.noisy:
             scored = zip(pieces, samplings, strict=True)
             recorded.data.sample([(len(piece), one) for piece, one in scored if piece.segment.scored])
-        logits = recorded.run()
+        logits, states = recorded.run()
         if not self.captured:
             recorded.run.output = None  # its memory is the result's alone
         self._moves.clear()
@@ -218,11 +229,13 @@ class PagedEngine:
         samples = bool(noisy) and not recorded.data.shape.proposals
         if samples:
             samples = self._sample(recorded, any(sampling.warping.top_k > 0 for sampling in noisy))
-        results, start = [], 0
+        results, start, node = [], 0, 0
         for piece, sampling in zip(pieces, samplings, strict=True):
             rows = slice(start, start + (len(piece) if piece.segment.scored else 0))
-            results.append(result_of(recorded, logits, rows, samples and sampling is not None))
-            start = rows.stop
+            result = result_of(recorded, logits, rows, samples and sampling is not None)
+            result.states = None if states is None else states[node : node + len(piece)]
+            results.append(result)
+            start, node = rows.stop, node + len(piece)
         return results
 
     def _sampling_of(self, piece: Piece) -> Sampling | None:
@@ -276,6 +289,8 @@ class PagedEngine:
 
     def _record(self, shape: PassShape, wanted: Wanted | None) -> Recorded:
         data = PassData(shape, self.most_pages, self.slots, self.device)
+        if self._states_width:
+            data.states = torch.zeros((shape.nodes, self._states_width), dtype=self.model.dtype, device=self.device)
         kept = None if shape.scored == shape.nodes else torch.arange(max(1, shape.scored), device=self.device)
         ranking = proposed = sampled = None
         if self.captured and wanted is None:
@@ -285,22 +300,23 @@ class PagedEngine:
             k = min(wanted.k, len(wanted.tokens), self.columns)
             proposed = host_memory((shape.scored, 2, k), torch.float64, self.device)
 
-        def compute() -> Tensor:
+        def compute() -> tuple[Tensor, Tensor | None]:
             data.arrive()
             if self.captured:
                 self.cache.move(*data.moves)
             if self._program is not None:
                 host = data.host
-                told = host["tokens"], host["positions"], host["slots"]
-                return self._program(self.cache, *told, data.paged, shape.scored, host.get("adapters"))
-            logits = self.forward(data.tokens, data.positions, data.slots, data.paged, kept, data.adapters)
+                given = host["tokens"], host["positions"], host["slots"], data.paged
+                return self._program(self.cache, *given, shape.scored, host.get("adapters"))
+            told = data.tokens, data.positions, data.slots, data.paged
+            logits, states = self._compute(*told, kept, data.adapters, data.states)
             if ranking is not None and shape.scored:
                 ranking.copy_(ranked(logits), non_blocking=True)
             if proposed is not None and wanted is not None:
                 following, noise = data.positions[0] + 1, data.noise if shape.noisy else None
                 best = proposals(logits, wanted.tokens, proposed.shape[2], following, noise)
                 proposed.copy_(torch.stack([part.double() for part in best], dim=1), non_blocking=True)
-            return logits
+            return logits, states
 
         run = Captured(compute, self.device, self._graphs)
         on_host, read = (None if one is None else one.numpy() for one in (ranking, proposed))
@@ -315,7 +331,7 @@ class PagedEngine:
         def choose() -> None:
             following = data.positions[0, :scored] + 1
             told = (key, following, temperature, top_p, min_p, top_k if with_top_k else 0)
-            sampled.copy_(sample(recorded.run.output, *told), non_blocking=True)
+            sampled.copy_(sample(recorded.run.output[0], *told), non_blocking=True)
 
         recorded.samplers[with_top_k] = Captured(choose, self.device, self._graphs)
         return recorded.samplers[with_top_k]
@@ -329,8 +345,22 @@ class PagedEngine:
         kept: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Tensor:
-        """Logits [nodes, vocabulary] of nodes that write into these slots, all of it data; may be captured. `kept`:
-        of these nodes alone; `adapters`: numbers of the nodes' adapters, if any has one."""
+        """The logits that `_compute` gives."""
+        return self._compute(tokens, positions, slots, data, kept, adapters)[0]
+
+    def _compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        data: PagedPass,
+        kept: Tensor | None,
+        adapters: Tensor | None,
+        given: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [nodes, vocabulary] of nodes that write into these slots, and their hidden states where those are
+        read, all of it data; may be captured. `kept`: logits of these nodes alone; `adapters`: numbers of the nodes'
+        adapters, if any has one; `given`: what a head reads."""
         if self._program is not None and kept is None:
             told = tokens[0].numpy(), positions[0].numpy(), slots.numpy()
             numbers = None if adapters is None else adapters.numpy()
@@ -338,7 +368,8 @@ class PagedEngine:
         self.cache.slots = slots
         attention = borrowed_attention(self.model, self._configs, self._lent)
         linears, added = self._linears.borrowed(tokens.shape[1]), self.adapters.added(adapters)
-        with still_torch(self._packed), self._fusions.borrowed(), attention, linears, added:
+        read = {} if given is None else {"states": given[None]}
+        with still_torch(self._packed), self._fusions.borrowed(), attention, linears, added, self._taps.reading():
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -347,9 +378,12 @@ class PagedEngine:
                 return_dict=True,
                 paged_pass=data,
                 logits_to_keep=0 if kept is None else kept,
+                **read,
             )
         logits: Tensor = out.logits[0]
-        return logits if kept is None else logits[: len(kept)]  # some models pass over what is to be kept
+        if kept is not None:
+            logits = logits[: len(kept)]  # some models pass over what is to be kept
+        return logits, own_states(out, self._taps)
 
     def move(self, context: PagedContext, sources: Ints, targets: Ints) -> None:
         """Accepted nodes to their places; a captured engine leaves it to the next pass, which is launched anyway."""
@@ -453,6 +487,7 @@ class PagedContext:
         self.pages: list[int] = []
         self.scratch = 0
         self.expected = 0
+        self.on_states: Callable[[Tensor], None] | None = None
         self._depths = np.zeros(0, dtype=np.int64)  # of the scratch nodes
         self._weights = engine.weights  # that the text was read with
         self._shared = 0  # pages that others may read too: nobody writes into them
@@ -540,8 +575,10 @@ class PagedContext:
         chunk = chunk or PREFILL_CHUNK
         for start in range(0, len(tokens), chunk):
             segment = Segment.of_text(self, tokens[start : start + chunk])
-            self.engine.run([segment])
+            (result,) = self.engine.run([segment])
             segment.commit()
+            if self.on_states is not None and result.states is not None:
+                self.on_states(result.states)
 
     def commit(self, slots: list[int], tokens: list[int]) -> None:
         start = len(self.text)
@@ -593,8 +630,17 @@ def result_of(recorded: Recorded, logits: Tensor, rows: slice, is_sampled: bool)
     )
 
 
+def copied(result: PassResult) -> PassResult:
+    """What outlasts the next pass."""
+    return PassResult(result.logits.clone(), states=None if result.states is None else result.states.clone())
+
+
 def joined(results: list[PassResult]) -> PassResult:
-    return results[0] if len(results) == 1 else PassResult(torch.cat([result.logits for result in results]))
+    if len(results) == 1:
+        return results[0]
+    states = [result.states for result in results if result.states is not None]
+    logits = torch.cat([result.logits for result in results])
+    return PassResult(logits, states=torch.cat(states) if states else None)
 
 
 def wanted_of(pieces: list[Piece]) -> Wanted | None:

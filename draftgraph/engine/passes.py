@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from draftgraph.compiled import compiled
 from draftgraph.engine.capture import Buffer, Parts
@@ -129,6 +130,7 @@ class PassData:
         seen = (on_device["ancestors"], self.positions, on_device["scratch_positions"])
         told = on_device["starts"], on_device["lengths"], on_device["pages"], *seen
         self.paged = PagedPass(*told, most_nodes=nodes)
+        self.states: Tensor | None = None  # [nodes, width], for a head
         self.host["temperature"][:] = self.host["top_p"][:] = 1.0
         self.fill([])
         self.hand_over([])
@@ -164,6 +166,19 @@ class PassData:
         if self.shape.adapted:
             adapters = np.repeat([piece.context.adapter for piece in pieces], [len(piece) for piece in pieces])
             host["adapters"][: len(adapters)], host["adapters"][len(adapters) :] = adapters, 0
+
+    def fill_states(self, pieces: Sequence[Piece]) -> None:
+        """What a head reads beside the tokens."""
+        if self.states is None:
+            return
+        node = 0
+        for piece in pieces:
+            rows, given = self.states[node : node + len(piece)], piece.segment.states
+            node += len(piece)
+            if given is None:
+                rows.zero_()
+            else:
+                rows.copy_(given[piece.start : piece.end])
 
     def hand_over(self, moves: Iterable[Moves]) -> list[Moves]:
         """Moves of accepted nodes, for as many sequences as there is room for; returns the others."""

@@ -65,6 +65,7 @@ class Program:
         self._turned = 0  # positions of which they are known
         self._memory: dict[str, Tensor] = {}
         self._cache: PagedCache | None = None
+        self._reads: tuple[int, ...] = ()
         numbers = sum(weight.numel() for weight in model.parameters())
         self._team = team_of(max(1, min(thread_count(), numbers // PER_THREAD)))
 
@@ -101,7 +102,7 @@ class Program:
         final = self._norm(inner["norm"])
         self.model = np.array(
             [self.hidden, heads, groups, size, cos.shape[-1], self.inner, self.vocabulary, activation, final,
-             self._weight(embedding.weight), self._linear(head)],
+             self._weight(embedding.weight), self._linear(head), -1],
             dtype=np.int64,
         )  # fmt: skip
         scale = {float(layer.self_attn.scaling) for layer in base.layers}
@@ -129,7 +130,7 @@ class Program:
         places = NORM_PLACES.get(frozenset(norms))
         if places is None or kind not in ("full_attention", *SLIDING):
             raise UnknownStructure
-        row = [-1] * (cpu_pass.SINES + 1)
+        row = [-1] * (cpu_pass.TAP + 1)
         for name, place in places.items():
             row[place] = self._norm(parts[name])
         inside = dict(attention.named_children())
@@ -209,6 +210,27 @@ class Program:
         self._weights.append(row)
         return len(self._weights) - 1
 
+    def read_states(self, reads: tuple[int, ...]) -> None:
+        """Keeps these hidden states of passes from now on: see `Taps`."""
+        self._reads, kept = reads, sorted(set(reads))
+        for number in range(len(self.layers) + 1):
+            place = 4 * self.hidden * kept.index(number) if number in kept else -1
+            if number < len(self.layers):
+                self.layers[number, cpu_pass.TAP] = place
+            else:
+                self.model[cpu_pass.LAST_TAP] = place
+
+    def _kept(self, rows: int) -> Tensor | None:
+        return torch.empty((rows, len(set(self._reads)) * self.hidden)) if self._reads else None
+
+    def _in_order(self, kept: Tensor | None) -> Tensor | None:
+        """States as they were asked for, of those that were kept, each once."""
+        numbers = sorted(set(self._reads))
+        if kept is None or list(self._reads) == numbers:
+            return kept
+        parts = kept.chunk(len(numbers), dim=-1)
+        return torch.cat([parts[numbers.index(number)] for number in self._reads], dim=-1)
+
     def _place(self, cache: PagedCache) -> None:
         """Where keys and values go."""
         if self._cache is cache:
@@ -234,8 +256,9 @@ class Program:
         data: PagedPass,
         scored: int,
         adapters: Any = None,
-    ) -> Tensor:
-        """Logits of the first so many nodes of a pass, which have adapters of these numbers. # [scored, vocabulary]"""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the first so many nodes of a pass, which have adapters of these numbers, and the hidden states of
+        all, where they are read. # [scored, vocabulary], [nodes, states]"""
         self._place(cache)
         rows, threads, words = len(tokens), self._team.threads, data.ancestors.shape[1]
         self._turn(int(positions.max()) + 1)
@@ -244,6 +267,7 @@ class Program:
         codes_row = code_bytes(max(self.hidden, self.heads * self.size, self.inner)) if self._packed else 0
         seen, path = int(data.lengths.max()) + words * WORD + 2 * PAGE_SIZE, words * WORD + 8
         room, low = self._room, 0 if adapters is None else tiles(self._highest)
+        kept = self._kept(rows)
         told = np.array(
             [rows, scored, logits.data_ptr(), 4 * logits.shape[1],
              room("states", rows * self.hidden), room("normed", most * self.hidden),
@@ -252,7 +276,8 @@ class Program:
              room("inners", rows * self.inner), room("wide", 2 * rows * wide),
              room("scores", threads * TOGETHER * seen), 4 * seen, room("paths", 2 * rows * path), 8 * path,
              room("sums", threads * cpu_pass.SUMS_BYTES // 4), 0 if adapters is None else adapters.ctypes.data,
-             room("lows", cpu_pass.PLACES * most * low), 4 * low, 4 * most * low],
+             room("lows", cpu_pass.PLACES * most * low), 4 * low, 4 * most * low,
+             0 if kept is None else kept.data_ptr(), 0 if kept is None else 4 * kept.shape[1]],
             dtype=np.int64,
         )  # fmt: skip
         self._team.run(
@@ -260,7 +285,7 @@ class Program:
             tokens, positions, slots, data.starts.numpy(), data.lengths.numpy(), data.pages.numpy(),
             data.ancestors.numpy(),
         )  # fmt: skip
-        return logits[:, : self.vocabulary]
+        return logits[:, : self.vocabulary], self._in_order(kept)
 
     def _room(self, name: str, numbers: int) -> int:
         """The address of memory for so many numbers, kept from pass to pass."""

@@ -139,8 +139,9 @@ class PassResult:
         ranking: Callable[[], Ranking] | None = None,
         sampled: Callable[[], list[int]] | None = None,
         proposed: Callable[[], tuple[Ints, Floats]] | None = None,
+        states: Tensor | None = None,  # of all nodes, scored or not, where they are read; as long good as the logits
     ) -> None:
-        self.logits = logits
+        self.logits, self.states = logits, states
         self._ranking, self._sampled, self._proposed = ranking, sampled, proposed
 
     @cached_property
@@ -182,6 +183,7 @@ class Context(Protocol):
     text: list[int]  # the committed tokens
     scratch: int  # nodes computed since the last commit
     expected: int  # tokens that the text is going to have
+    on_states: Callable[[Tensor], None] | None  # is given the states of what `prefill` commits
 
     def begin(self, length: int, reuse: bool) -> None:
         """Before a prompt of this length: keeps the text so far only if asked, and if it would be computed the same
@@ -245,6 +247,9 @@ class Engine(Protocol):
     def adapt(self, adapters: Adapters) -> None:
         """Contexts may have these: called before the first is opened."""
 
+    def read_states(self, reads: tuple[int, ...]) -> None:
+        """Results of passes have these hidden states from now on: see `Taps`."""
+
     def run(self, segments: Sequence[Segment]) -> list[PassResult]:
         """One pass over the nodes of all segments, which are scratch after it."""
 
@@ -273,12 +278,15 @@ class Segment:
     chain: bool = False  # each sees all before it, and there is no other scratch
     sampling: Sampling | None = None  # how tokens are chosen at the nodes, where the device can do that
     wanted: Wanted | None = None  # what a draft proposes at the nodes, where the device can find it
+    states: Tensor | None = None  # [nodes, width]: what a head reads beside the tokens; None: zeros
 
     @classmethod
-    def of_text(cls, context: Any, tokens: list[int], scored: bool = False) -> Segment:
+    def of_text(
+        cls, context: Any, tokens: list[int], scored: bool = False, states: Tensor | None = None
+    ) -> Segment:
         """The text goes on with these: commit them after the pass."""
-        count = len(tokens)
-        return cls(context, np.array(tokens), np.arange(count), np.tri(count, dtype=bool), scored, chain=True)
+        count, seen = len(tokens), np.tri(len(tokens), dtype=bool)
+        return cls(context, np.array(tokens), np.arange(count), seen, scored, chain=True, states=states)
 
     @classmethod
     def of_tree(cls, context: Any, tree: TokenTree, sampling: Sampling | None = None) -> Segment:

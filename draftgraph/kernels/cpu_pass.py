@@ -48,14 +48,14 @@ Counts: TypeAlias = NDArray[np.int32]
 Floats: TypeAlias = NDArray[np.float32]
 
 # What compiled functions are told of a model: whole numbers,
-HIDDEN, HEADS, GROUPS, SIZE, ROTARY, INNER, VOCABULARY, ACTIVATION, FINAL_NORM, EMBEDDING, OUTPUT = range(11)
+HIDDEN, HEADS, GROUPS, SIZE, ROTARY, INNER, VOCABULARY, ACTIVATION, FINAL_NORM, EMBEDDING, OUTPUT, LAST_TAP = range(12)
 # and others;
 SCALE, SOFTCAP, EMBEDDING_FACTOR, RESIDUAL_FACTOR, LOGIT_FACTOR, LOGIT_SOFTCAP = range(6)
-# of a layer: numbers of weights and norms (-1: none), its window (0: none), where its keys and values lie, and the
-# cosines and sines of positions;
+# of a layer: numbers of weights and norms (-1: none), its window (0: none), where its keys and values lie, the cosines
+# and sines of positions, and where in a row of states that are kept those go that come into it (-1: nowhere);
 QUERY, KEY, VALUE, ATTENDED, GATE, UP, DOWN = range(7)
 BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP, QUERY_NORM, KEY_NORM = range(7, 13)
-WINDOW, KEYS, VALUES, CAPACITY, COSINES, SINES = range(13, 19)
+WINDOW, KEYS, VALUES, CAPACITY, COSINES, SINES, TAP = range(13, 20)
 # of a weight, besides what products are told: the number of the first weight of its adapters (0: it has none), of which
 # each has two, [rank, inputs] and [rank, outputs]; and which of several products with the same rows this is;
 ADAPTED, PLACE = range(6, 8)
@@ -64,9 +64,9 @@ NORM_ADDRESS, NORM_KIND = range(2)
 EPSILON, OFFSET = range(2)
 # of a pass: rows and those of them that are scored; where results lie and what is computed on the way, with the numbers
 # of bytes from row to row; where the numbers of the rows' adapters lie (0: none has any), and what their first weights
-# make of the rows, with the bytes from row to row and from one product to the next.
+# make of the rows, with the bytes from row to row and from one product to the next; where states are kept.
 ROWS, SCORED, LOGITS, LOGITS_ROW, STATES, NORMED, CODES, CODES_ROW, QUERIES, MIXED, INNERS, WIDE = range(12)
-SCORES, SCORES_ROW, PATHS, PATHS_ROW, SUMS, ADAPTERS, LOWS, LOWS_ROW, LOWS_PLACE = range(12, 21)
+SCORES, SCORES_ROW, PATHS, PATHS_ROW, SUMS, ADAPTERS, LOWS, LOWS_ROW, LOWS_PLACE, TAPPED, TAPPED_ROW = range(12, 23)
 PLACES = 3  # queries, keys and values are products with the same rows
 SUMS_BYTES = 4 * LANES * TOGETHER * TOGETHER  # of one thread
 
@@ -104,6 +104,7 @@ def run_pass(
         find_path(told[PATHS] + row * told[PATHS_ROW], row, starts, lengths, ancestors[row])
     meet(shared, threads)
     for layer in layers:
+        keep_states(thread, threads, told, layer[TAP], -1, norms, norm_factors, hidden)
         normed = norm_rows(
             thread, threads, shared, told, rows, layer[BEFORE_ATTENTION], norms, norm_factors, model, weights,
             layer[QUERY : VALUE + 1],
@@ -133,6 +134,7 @@ def run_pass(
             thread, threads, shared, told, rows, weights, layer[DOWN], inner, layer[AFTER_MLP], norms, norm_factors,
             model, factors,
         )  # fmt: skip
+    keep_states(thread, threads, told, model[LAST_TAP], model[FINAL_NORM], norms, norm_factors, hidden)
     scored = told[SCORED]
     if scored:
         normed = norm_rows(
@@ -141,6 +143,18 @@ def run_pass(
         )  # fmt: skip
         score(thread, threads, model, factors, weights, told, normed)
     meet(shared, threads)
+
+
+@compiled
+def keep_states(
+    thread: int, threads: int, told: Ints, place: int, norm: int, norms: Ints, norm_factors: Floats, hidden: int
+) -> None:
+    """The states of all rows, normed if there is a norm, go to their place among those that are kept, if any."""
+    if told[TAPPED] == 0 or place < 0:
+        return
+    for row in range(told[ROWS] * thread // threads, told[ROWS] * (thread + 1) // threads):
+        kept = told[TAPPED] + row * told[TAPPED_ROW] + place
+        norm_row(told[STATES] + row * hidden * 4, kept, hidden, norm, norms, norm_factors)
 
 
 @compiled
