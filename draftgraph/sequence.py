@@ -3,6 +3,7 @@ of `step.py`."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
@@ -28,6 +29,7 @@ from draftgraph.proposers.copying import Past, SuffixProposer
 from draftgraph.proposers.device_draft import NARROW, WIDTH, DeviceDrafts
 from draftgraph.proposers.draft_model import DraftVocabulary, ModelProposer
 from draftgraph.proposers.growth import Growing
+from draftgraph.proposers.heads import head_proposer, reads_of
 from draftgraph.proposers.policies import Guide, Hypotheses, Limits, Policy, Sources, policy_for, root_alone
 from draftgraph.proposers.pooling import Calibration
 from draftgraph.proposers.recycling import RecycleProposer
@@ -48,6 +50,9 @@ class Engines:
     ) -> None:
         self.target, self.draft, self.vocabulary, self.inexact = target, draft, vocabulary, inexact
         self._device_drafts: dict[tuple[int, int, int], DeviceDrafts] = {}  # by k, levels and width
+        self.reads = () if draft is None else reads_of(draft.model)
+        if self.reads:
+            target.read_states(self.reads)
 
     @property
     def all(self) -> list[Engine]:
@@ -69,7 +74,7 @@ class Engines:
     def device_drafts(self, config: GraphConfig) -> DeviceDrafts | None:
         """Who drafts for sequences of this configuration on the device; None: the draft is asked level by level."""
         on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
-        if self.draft is None or self.vocabulary is None or not on_device:
+        if self.draft is None or self.vocabulary is None or self.reads or not on_device:
             return None
         if not (self.draft.captured or self.draft.compiled):
             return None
@@ -87,7 +92,8 @@ class Engines:
             return None
         if (drafts := self.device_drafts(config)) is not None:
             return drafts.open(context, ends)
-        return ModelProposer(context, self.vocabulary, config.k)
+        proposer = head_proposer if self.reads else ModelProposer
+        return proposer(context, self.vocabulary, config.k)
 
     def launch_drafts(self, sequences: Several[Sequence], room: int = ALL) -> None:
         """Drafts on the device set off together, as far as each of them is to go; each kind of them may read `room`
@@ -180,12 +186,24 @@ class Sequence:
         ends = self.request.eos_ids
         self.draft = engines.proposer(self.config, drafting[0], ends) if drafting and self.config.drafts else None
         self.contexts: list[Any] = [self.context, *([] if self.draft is None else [self.draft.context])]
+        self._share_states()
         self.chooser = self._chooser()
         self.sampling = self.chooser.sampling
         self.sources = self._sources()
         self.calibration = learnt.calibrations[self.request.samples]
         limits = Limits(self.config, ends, learnt.hits, self.calibration, self.guide)
         self.policy: Policy = policy_for(self.sources, limits)
+
+    def _share_states(self) -> None:
+        """A draft that reads the target's states is told of those of the prompt as it is read."""
+        self.context.on_states = None
+        if self.draft is not None and self.engines.reads:
+            self.context.on_states = lambda states: self._note_states(len(self.context.text) - len(states), states)
+            self.draft.context.tenant = json.dumps([self.tenant, self.text[: self.draft.shift]])  # it reads the rest
+
+    def _note_states(self, position: int, states: Tensor | None) -> None:
+        if self.draft is not None and self.engines.reads and states is not None:
+            self.draft.note(position, states)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
         processors, temperature = self.request.processors, self.request.temperature
@@ -217,7 +235,13 @@ class Sequence:
             context.expected = self.max_length + self.config.nodes
             context.reserve(self.max_length + self.config.nodes)
             context.rewind(common_prefix(context.text, text))
-            context.prefill(text[len(context.text) :], chunk, self.text[-1])
+        if self.engines.reads and self.draft is not None:
+            true = max(0, len(self.context.text) - self.draft.shift)
+            self.draft.context.rewind(min(len(self.draft.context.text), true))
+        self._read_states_again()
+        self.context.prefill(self.text[len(self.context.text) : -1], chunk, self.text[-1])
+        if self.draft is not None:
+            self.draft.prefill(self.text, chunk)
         self.begin()
         self.plan_draft(self.cost())
         self.engines.launch_drafts([self])
@@ -225,17 +249,25 @@ class Sequence:
 
     def begin_with_known(self) -> None:
         """Begins with what the engines have of the text; the rest is read piece by piece."""
-        for place, (context, text) in enumerate(zip(self.contexts, self._texts_read(), strict=True)):
+        for context, text in zip(self.contexts, self._texts_read(), strict=True):
             context.expected = self.max_length + self.config.nodes
             context.begin(len(self.text), False)
-            if self.on_prompt is None:
+            waits_for_states = context is not self.context and bool(self.engines.reads)
+            if self.on_prompt is None and (context.reuses or not waits_for_states):
                 reused = context.begin_with(text, self.text[-1])
-                self.reused = reused if place == 0 else self.reused
+                self.reused = reused if context is self.context else self.reused
+        self._read_states_again()
+        self.reused = min(self.reused, len(self.context.text))
+
+    def _read_states_again(self) -> None:
+        """Nobody keeps states: the target reads again what a draft that needs them has not read."""
+        if self.draft is not None and self.engines.reads and not self.draft.has_states(len(self.context.text)):
+            self.context.rewind(len(self.draft.context.text))
 
     def _texts_read(self) -> list[list[int]]:
         """What each model reads before the first step."""
         known = self.text[:-1]
-        return [known, *([] if self.draft is None else [self.draft.as_read(known)])]
+        return [known, *([] if self.draft is None else [self.draft.as_read(known[self.draft.shift :])])]
 
     @property
     def unread(self) -> int:
@@ -245,7 +277,7 @@ class Sequence:
     @property
     def draft_unread(self) -> int:
         """The same of the draft, which may also have missed some of the answer."""
-        return 0 if self.draft is None else len(self.text) - 1 - len(self.draft.context.text)
+        return 0 if self.draft is None else self.draft.unread(self.text)
 
     def piece(self, count: int) -> Segment:
         """The next tokens of the prompt, for the target."""
@@ -253,12 +285,13 @@ class Sequence:
         return Segment.of_text(self.context, self.text[start : start + count], self.on_prompt is not None)
 
     def draft_piece(self, count: int) -> Segment:
-        start = len(self.draft.context.text)
-        return Segment.of_text(self.draft.context, self.draft.as_read(self.text[start : start + count]))
+        return self.draft.piece(self.text, count)  # type: ignore[no-any-return]
 
     def read(self, segment: Segment, result: PassResult) -> None:
         """A piece of the prompt is text now."""
+        start = len(self.context.text)
         segment.commit()
+        self._note_states(start, result.states)
         if self.on_prompt is not None:
             self.on_prompt(result.logits)
 
@@ -304,6 +337,7 @@ class Sequence:
         step = Step(len(self.text) - 1, hypotheses.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         self.context.commit(accepted, tree.tokens[accepted].tolist())
         self.policy.commit(hypotheses, chosen.path)
+        self._note_states(step.position, None if result.states is None else result.states[accepted])
         self.text.extend(chosen.tokens)
         self.finish_reason = chosen.finish_reason
         recycles = self.sources.recycled is not None and self.drafts_next

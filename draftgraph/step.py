@@ -162,7 +162,8 @@ def catch_up(ready: list[Sequence], engines: Engines, room: int) -> int:
     reads for those on a device), `room` tokens at most; how many it read. Where they are not all, or memory is short,
     the sequence does without a draft for another step."""
     late = [one for one in ready if one.drafts_next and one.draft is not None and not one.draft.on_device]
-    lacking = LATE if len(ready) > 1 else CATCH_UP  # one alone holds up nobody: it reads when it drafts, if it does
+    # One alone holds up nobody: it reads when it drafts, if it does. But heads may draft a block in that pass.
+    lacking = LATE if len(ready) > 1 or engines.reads else CATCH_UP
     read = 0
     with suppress(OutOfPages, torch.OutOfMemoryError):
         while more := read_draft(late, engines, min(room - read, CATCH_UP), lacking):

@@ -108,14 +108,16 @@ class HitRate:
 class DraftBudget:
     """Decides level by level, in one step, how many nodes are worth a pass of the draft.
 
-    `hit` is the chance of a node's best child, `nodes` the most that the target may be given, the root counted.
+    `hit` is the chance of a node's best child, `nodes` the most that the target may be given, the root counted,
+    `block` the nodes of a pass that drafts all levels; 0: each level has a pass of its own.
     """
 
-    def __init__(self, cost: CostModel, levels: int, hit: float = HIT, nodes: int = 64) -> None:
+    def __init__(self, cost: CostModel, levels: int, hit: float = HIT, nodes: int = 64, block: int = 0) -> None:
         self.cost = cost
         self.levels = levels
         self.hit = hit
         self.nodes = nodes
+        self.block = block
         self.spent = 0.0
 
     def worth_drafting(self, tree: TokenTree, scores: Floats) -> int:
@@ -131,14 +133,16 @@ class DraftBudget:
         room = np.array([[checked], [self.nodes]])  # new nodes come in place of the worst, or beside all
         kept = np.minimum(np.maximum(room - added, 1), checked)  # [rooms, plans]
         gained = np.cumsum(scores)[width - 1] * gains_below(round(20 * self.hit) / 20, self.levels)[:, below]
-        drafting = self.spent + np.arange(1, self.levels + 1)[:, None] * self.cost.of_level(width)  # [levels, plans]
+        passes = np.ones(self.levels) if self.block else np.arange(1, self.levels + 1)
+        prices = self.cost.of_level(np.full_like(width, self.block) if self.block else width)
+        drafting = self.spent + passes[:, None] * prices  # [levels, plans]
         checking = self.cost.of_pass(kept + added)
         rates = (expected[kept - 1][:, None] + gained) / (checking[:, None] + drafting)  # [rooms, levels, plans]
         best = int(np.argmax(rates))
         if rates.flat[best] <= now:
             return 0
         chosen = int(width[best % len(width)])
-        self.spent += float(self.cost.of_level(np.array([chosen]))[0])
+        self.spent += float(self.cost.of_level(np.array([self.block or chosen]))[0])
         self.levels -= 1
         return chosen
 

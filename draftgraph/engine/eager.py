@@ -76,7 +76,7 @@ class EagerEngine:
 class EagerContext:
     """See `Context`."""
 
-    expected = 0
+    expected, reuses = 0, False
     on_states: Callable[[Tensor], None] | None = None
 
     def __init__(self, engine: EagerEngine, adapter: int = 0) -> None:

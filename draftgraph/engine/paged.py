@@ -481,6 +481,8 @@ class PagedEngine:
 class PagedContext:
     """One sequence's pages: see `Context`."""
 
+    reuses = True
+
     def __init__(self, engine: PagedEngine, tenant: str = "", adapter: int = 0) -> None:
         self.engine, self.tenant, self.adapter = engine, tenant, adapter
         self.text: list[int] = []

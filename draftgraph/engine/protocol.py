@@ -183,6 +183,7 @@ class Context(Protocol):
     text: list[int]  # the committed tokens
     scratch: int  # nodes computed since the last commit
     expected: int  # tokens that the text is going to have
+    reuses: bool  # what the engine has of a text; if not, `begin_with` reads all of it
     on_states: Callable[[Tensor], None] | None  # is given the states of what `prefill` commits
 
     def begin(self, length: int, reuse: bool) -> None:
@@ -281,9 +282,7 @@ class Segment:
     states: Tensor | None = None  # [nodes, width]: what a head reads beside the tokens; None: zeros
 
     @classmethod
-    def of_text(
-        cls, context: Any, tokens: list[int], scored: bool = False, states: Tensor | None = None
-    ) -> Segment:
+    def of_text(cls, context: Any, tokens: list[int], scored: bool = False, states: Tensor | None = None) -> Segment:
         """The text goes on with these: commit them after the pass."""
         count, seen = len(tokens), np.tri(len(tokens), dtype=bool)
         return cls(context, np.array(tokens), np.arange(count), seen, scored, chain=True, states=states)

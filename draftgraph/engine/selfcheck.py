@@ -202,7 +202,8 @@ def refuse_unrewindable(model: Any) -> None:
     """Refuses what cannot work by its nature, with its class and the reason."""
     inner = unwrapped(model)
     name = type(inner).__name__
-    if not hasattr(inner, "config") or not hasattr(inner, "generate"):
+    is_head = hasattr(inner, "reads")  # a draft that reads states of its target does not generate by itself
+    if not hasattr(inner, "config") or not (is_head or hasattr(inner, "generate")):
         raise UnsupportedModelError(
             f"{name} is not a transformers model that can generate: load one with a language head"
         )

@@ -82,6 +82,6 @@ def decoder_layers(model: Any) -> tuple[Any, nn.Module]:
 
 
 def own_states(out: Any, taps: Taps) -> Tensor | None:
-    """What a pass left of hidden states: those that a head hands on, or those that are read of a target. # [nodes, _]"""
+    """What a pass left of hidden states: those that a head hands on, or those that are read of a target."""
     handed_on: Tensor | None = getattr(out, "states", None)
     return taps.found() if handed_on is None else handed_on[0]

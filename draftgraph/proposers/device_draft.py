@@ -31,7 +31,7 @@ from draftgraph.kernels.attention import PagedPass
 from draftgraph.kernels.growth import ENDS, EVEN, Growth
 from draftgraph.noise import signed
 from draftgraph.notices import notice
-from draftgraph.proposers.draft_model import DraftVocabulary
+from draftgraph.proposers.draft_model import DraftReader, DraftVocabulary
 
 WIDTH = 8  # nodes that a level expands
 NARROW = 4  # the same on a CPU, where every node has its price
@@ -282,7 +282,7 @@ class DeviceDrafts:
     def _read_long(self, drafts: list[DeviceDraft], room: int) -> None:
         """Of texts that have not been drafted on for a while, all but their ends, in one pass. Those that are not read
         to their ends rest."""
-        late = [(draft, unread[:-1]) for draft in drafts if len(unread := draft.unread()) > NEW_TOKENS]
+        late = [(draft, unread[:-1]) for draft in drafts if len(unread := draft.missing()) > NEW_TOKENS]
         segments = []
         for (draft, unread), count in zip(late, share([len(unread) for _, unread in late], room), strict=True):
             if count:
@@ -317,7 +317,7 @@ class DeviceDrafts:
         self.graphs = graph_memory(self.engine.device)
 
 
-class DeviceDraft:
+class DeviceDraft(DraftReader):
     """One sequence's draft."""
 
     on_device = True
@@ -349,7 +349,8 @@ class DeviceDraft:
         program, row, levels = self._run
         return program.arriving(row, levels)
 
-    def unread(self) -> list[int]:
+    def missing(self) -> list[int]:
+        """What it has not read, the root included."""
         if len(self.context.text) >= len(self._text):  # begun again: the root has to be read once more
             self.context.rewind(len(self._text) - 1)
         return self.as_read(self._text[len(self.context.text) :])
@@ -370,7 +371,7 @@ class DeviceDraft:
         return self.levels > 0
 
     def row(self) -> Row:
-        context, unread = self.context, self.unread()
+        context, unread = self.context, self.missing()
         if self._noise is None:
             noise = self.perturb
             self._noise = (0, 0.0) if noise is None else (noise.noise.stream_key(noise.stream), noise.temperature)

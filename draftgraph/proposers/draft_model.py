@@ -87,12 +87,36 @@ class DraftVocabulary:
         return tokens, probs
 
 
-class ModelProposer:
+class DraftReader:
+    """How a draft reads the text."""
+
+    context: Any
+    shift = 0  # tokens of the text that come before those that it reads
+
+    def as_read(self, text: list[int]) -> list[int]:
+        raise NotImplementedError
+
+    def unread(self, text: list[int]) -> int:
+        """Tokens before the last one that it has not read."""
+        return len(text) - 1 - self.shift - len(self.context.text)
+
+    def piece(self, text: list[int], count: int) -> Segment:
+        """The next of them."""
+        start = len(self.context.text) + self.shift
+        return Segment.of_text(self.context, self.as_read(text[start : start + count]))
+
+    def prefill(self, text: list[int], chunk: int | None) -> None:
+        """Reads all of them."""
+        self.context.prefill(self.as_read(text[len(self.context.text) : -1]), chunk, text[-1])
+
+
+class ModelProposer(DraftReader):
     """A draft model proposes, level by level; it is fed exactly the tokens that it lacks."""
 
     source: Source = "draft"
     free = on_device = False
     group = None  # of drafts that are launched together
+    block = 0  # nodes of a pass that drafts all levels; 0: each level has a pass of its own
 
     def __init__(self, context: Any, vocabulary: DraftVocabulary, k: int, perturb: Perturb | None = None) -> None:
         self.context, self.k, self.perturb = context, k, perturb
@@ -110,7 +134,7 @@ class ModelProposer:
 
     def begin(self, text: list[int]) -> None:
         self._text = text
-        self._lacking = len(text) - len(self.context.text)
+        self._lacking = len(text) - self.shift - len(self.context.text)
         self._wanted = self._vocabulary.wanted(self.k, self.perturb, self.context.engine.device)
         self._ancestors.clear()
         self.logits.clear()

@@ -25,7 +25,7 @@ class Proposer(Protocol):
     [frontier, k], best first, padded with NO_TOKEN; at once if it is free, else as a generator that asks for passes."""
 
     source: Source
-    free: bool  # costs nothing to ask
+    free: bool  # costs nothing to ask, from now on in this step
 
     def begin(self, text: list[int]) -> None:
         """A step starts at the last token of this text."""
@@ -45,7 +45,8 @@ def growing(
     asked: set[int] = set()
     for _ in range(graph.max_depth):
         frontier, scores = graph.frontier(tree)
-        drafted = len(frontier) if budget is None else budget.worth_drafting(tree, scores)
+        priced = None if all(proposer.free for proposer in proposers) else budget
+        drafted = len(frontier) if priced is None else priced.worth_drafting(tree, scores)
         new = [place for place, node in enumerate(frontier) if node not in asked]
         if not drafted and not new:
             break

@@ -138,7 +138,9 @@ class LevelPolicy:
         self.pool.begin()
         rate, budget = self.limits.hits.rate, None
         if self.sources.draft is not None:
-            budget = DraftBudget(cost, graph.max_depth, rate, graph.max_nodes)
+            block = self.sources.draft.block
+            levels = min(graph.max_depth, block - 1) if block else graph.max_depth
+            budget = DraftBudget(cost, levels, rate, graph.max_nodes, block)
         tree = yield from growing(graph, self.proposers, cost.floor(), budget, self.pool)
         tree = self.limits.shaped(graph, tree, text)
         worth = nodes_worth_checking(tree, cost, budget.spent if budget else 0.0)

@@ -1,0 +1,263 @@
+"""Drafts that read the target's hidden states: engines hand them out, and heads are fed what they were trained on.
+
+That tokens are those of plain decoding says nothing about a head: a wrong shift only makes it guess badly. So what is
+drafted is compared with the head's own passes over the whole text, without any cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import target_of
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftgraph import GraphConfig, GraphDecoder
+from draftgraph.batching.batch import Batch
+from draftgraph.engine.eager import EagerEngine
+from draftgraph.engine.paged import PagedEngine
+from draftgraph.engine.pages import PAGE
+from draftgraph.engine.protocol import Segment
+from draftgraph.generation import prepare
+from draftgraph.models.heads.block import new_block_head
+from draftgraph.models.heads.states import new_states_head
+from draftgraph.sequence import Sequence
+from draftgraph.stats import Step
+
+VOCABULARY, NEW_TOKENS = 97, 24
+HEADS = ("states", "states, two layers and a map", "block", "causal block")
+ENGINES = ("paged", "modules", "static", "eager")
+SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 4}
+
+
+@cache
+def target() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=None, initializer_range=0.08,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@cache
+def head(kind: str) -> Any:
+    torch.manual_seed(1)
+    model, odd = target(), torch.arange(1, VOCABULARY, 2)
+    made = {
+        "states": lambda: new_states_head(model, reads=[1, 2, 3], initializer_range=0.2),
+        "states, two layers and a map": lambda: new_states_head(
+            model, odd, layers=2, reads=[4, 0], initializer_range=0.2
+        ),
+        "block": lambda: new_block_head(model, 5, 3, reads=[1, 4], initializer_range=0.2),
+        "causal block": lambda: new_block_head(model, 5, 3, 2, causal=True, reads=[2], initializer_range=0.2),
+    }
+    return made[kind]().eval()
+
+
+@pytest.fixture(params=HEADS)
+def draft(request: Any) -> Any:
+    return head(request.param)
+
+
+@torch.no_grad()
+def states_of(text: list[int], reads: tuple[int, ...]) -> Tensor:
+    """By transformers' own hooks, which stay in a model."""
+    told = copy.deepcopy(target())(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return torch.cat([told[number][0] for number in reads], dim=-1)
+
+
+@torch.no_grad()
+def drafted(draft: Any, text: list[int], count: int) -> list[int]:
+    """What a head writes behind a text, computed from nothing."""
+    rows = draft.project(states_of(text, draft.reads))[:-1]
+    columns = getattr(draft, "token_map", torch.arange(VOCABULARY))
+    if draft.kind == "block":
+        known, size = len(rows), draft.block_size
+        seen = torch.ones(known + size, known + size).tril().bool()
+        if not draft.causal:
+            seen[known:] = True
+        mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
+        tokens = torch.tensor([[*text, *[draft.mask_token_id] * (size - 1)]])
+        states = torch.cat([rows, rows.new_zeros(size, rows.shape[1])])[None]
+        logits = draft(tokens, states=states, attention_mask={"full_attention": mask}, use_cache=False).logits[0]
+        return columns[logits[known + 1 :].argmax(-1)].tolist()[:count]
+    tokens = text[1:]
+    written: list[int] = []
+    for _ in range(count):
+        out = draft(torch.tensor([tokens + written]), states=rows[None], use_cache=False)
+        written.append(int(columns[out.logits[0, -1].argmax()]))
+        rows = torch.cat([rows, out.states[0, -1:]])
+    return written
+
+
+def check(steps: list[Step], texts: list[list[int]], draft: Any, fewest: int) -> None:
+    """Every chain that was checked is what the head writes behind one of the texts."""
+    chains = [(step, step.tree.tokens[1:].tolist()) for step in steps if len(step.tree) > 1]
+    assert len(chains) >= fewest
+    for step, chain in chains:
+        before = [text[: step.position + 1] for text in texts]
+        before = [text for text in before if len(text) > step.position and text[-1] == step.tree.tokens[0]]
+        assert chain in [drafted(draft, text, len(chain)) for text in before]
+
+
+def engine_of(kind: str, model: Any) -> Any:
+    if kind == "eager":
+        return EagerEngine(model)
+    return PagedEngine(model, captured=kind == "static", compiled=kind == "paged")
+
+
+class TestStates:
+    @pytest.mark.parametrize("kind", ENGINES)
+    @pytest.mark.parametrize("reads", [(2, 2, 1), (0, 4), (3,)])
+    @torch.no_grad()
+    def test_are_those_that_transformers_returns(self, kind, reads):
+        engine, text, found = engine_of(kind, target()), list(range(5, 25)), []
+        engine.read_states(reads)
+        context, other = engine.open(), engine.open()
+        context.on_states = lambda states: found.append(states.clone())
+        context.begin(20, False)
+        context.prefill(text[:9], 4)
+        neighbour = Segment.of_text(other, text[:3], scored=True)
+        _, result = engine.run([neighbour, Segment.of_text(context, text[9:])])
+        found.append(result.states)
+        torch.testing.assert_close(torch.cat(found), states_of(text, reads), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "phi3"])
+    def test_of_other_families(self, family):
+        model = copy.deepcopy(target_of(family)).eval()
+        layers = model.config.get_text_config().num_hidden_layers
+        engine = EagerEngine(model)
+        engine.read_states((0, 1, layers))
+        with torch.no_grad():
+            (result,) = engine.run([Segment.of_text(engine.open(), list(range(5, 15)))])
+            told = model(torch.arange(5, 15)[None], output_hidden_states=True).hidden_states
+        expected = torch.cat([told[number][0] for number in (0, 1, layers)], dim=-1)
+        torch.testing.assert_close(result.states, expected)
+
+    @torch.no_grad()
+    def test_a_pass_is_the_same_with_and_without(self):
+        model, text = target(), list(range(5, 25))
+        found = []
+        for reads in ((), (1, 4)):
+            engine = PagedEngine(model)
+            engine.read_states(reads)
+            (result,) = engine.run([Segment.of_text(engine.open(), text, scored=True)])
+            found.append(result.logits)
+        assert engine.compiled and torch.equal(*found)
+
+
+class TestDrafts:
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_chains_are_those_of_the_head_alone(self, draft, engine, monkeypatch):
+        if engine in ("static", "eager"):
+            monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
+        steps: list[Step] = []
+        decoder = GraphDecoder(target(), draft, config=GraphConfig(mode="chain"), observer=steps.append)
+        prompt = torch.arange(3, 20)[None]
+        text = decoder.generate(prompt, max_new_tokens=NEW_TOKENS).sequences[0].tolist()
+        check(steps, [text], draft, NEW_TOKENS // 3)
+
+    def test_trees_hold_what_the_head_likes_best(self, draft):
+        """Deeper levels too: every best child of a node is what the head writes there."""
+        steps: list[Step] = []
+        config = GraphConfig(mode="tree", k=3, theta_prob=0.0, theta_sib=0.0)
+        decoder = GraphDecoder(target(), draft, config=config, observer=steps.append)
+        text = decoder.generate(torch.arange(3, 12)[None], max_new_tokens=6).sequences[0].tolist()
+        deep = 0
+        for step in steps:
+            tokens, parents = step.tree.tokens.tolist(), step.tree.parents.tolist()
+            chain, node = [], 0
+            while node in parents:  # the first child is the best
+                node = parents.index(node)
+                chain.append(tokens[node])
+            deep += len(chain) > 1
+            assert chain == drafted(draft, text[: step.position + 1], len(chain))
+        assert deep
+
+    def test_a_text_of_one_token_is_not_drafted(self):
+        decoder = GraphDecoder(target(), head("states"), config=GraphConfig(mode="chain"))
+        out = decoder.generate(torch.tensor([[7]]), max_new_tokens=4)
+        plain = GraphDecoder(target(), config=GraphConfig(mode="off")).generate(torch.tensor([[7]]), max_new_tokens=4)
+        assert torch.equal(out.sequences, plain.sequences) and out.stats.draft_passes > 0
+
+
+class TestBatches:
+    def batch(self, draft: Any, mode: str = "chain") -> tuple[Batch, list[Step]]:
+        steps: list[Step] = []
+        decoder = GraphDecoder(target(), draft, config=GraphConfig(mode=mode), observer=steps.append)
+        return Batch(decoder, slots=4096), steps
+
+    def sequence(self, batch: Batch, prompt: list[int], **arguments: Any) -> Sequence:
+        seed = arguments.pop("seed", 0)
+        request = prepare(target(), torch.tensor([prompt]), None, max_new_tokens=NEW_TOKENS, **arguments)
+        made = Sequence(request, seed, batch.decoder.config)
+        batch.add(made)
+        return made
+
+    def finish(self, batch: Batch) -> None:
+        while batch.busy:
+            batch.step()
+
+    def test_texts_side_by_side(self, draft):
+        batch, steps = self.batch(draft)
+        texts = [self.sequence(batch, list(range(first, first + 9 + first % 3))) for first in (3, 20, 41, 60)]
+        self.finish(batch)
+        assert not any(one.failure for one in texts)
+        check(steps, [one.text for one in texts], draft, NEW_TOKENS)
+
+    def test_a_known_prompt_is_not_read_again(self, draft):
+        batch, steps = self.batch(draft)
+        prompt = [3 + place % 80 for place in range(3 * PAGE + 5)]
+        first = self.sequence(batch, prompt)
+        self.finish(batch)
+        texts = [first, self.sequence(batch, prompt), self.sequence(batch, [*prompt[: 2 * PAGE + 3], 9, 11])]
+        texts.append(self.sequence(batch, [9, *prompt[1:]]))  # a head with a shift does not read its first token
+        self.finish(batch)
+        assert [one.reused > PAGE for one in texts] == [False, True, True, False]
+        check(steps, [one.text for one in texts], draft, NEW_TOKENS)
+
+    def test_a_text_whose_step_was_interrupted_goes_on(self, draft):
+        batch, steps = self.batch(draft)
+        one = self.sequence(batch, list(range(3, 30)))
+        while len(one.new_tokens) < NEW_TOKENS // 2:
+            batch.step()
+        one.restart()
+        self.finish(batch)
+        check(steps, [one.text], draft, NEW_TOKENS // 3)
+
+    @pytest.mark.parametrize("mode", ["chain", "tree", "graph", "auto"])
+    @pytest.mark.parametrize("arguments", [{}, SAMPLED], ids=["greedy", "sampled"])
+    def test_tokens_are_those_of_plain_decoding(self, draft, mode, arguments):
+        batch, _ = self.batch(draft, mode)
+        prompts = [list(range(first, first + 9)) for first in (3, 20, 41)]
+        texts = [self.sequence(batch, prompt, **arguments) for prompt in prompts]
+        self.finish(batch)
+        plain = GraphDecoder(target(), config=GraphConfig(mode="off"))
+        for prompt, one in zip(prompts, texts, strict=True):
+            expected = plain.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **arguments)
+            assert one.text == expected.sequences[0].tolist()
+
+
+def test_rejection_sampling_keeps_to_what_the_target_allows(draft):
+    config = GraphConfig(mode="chain", verification="rejection")
+    out = GraphDecoder(target(), draft, config=config).generate(
+        torch.arange(3, 20)[None], max_new_tokens=NEW_TOKENS, do_sample=True, top_k=5, seed=3
+    )
+    text = out.sequences[0].tolist()
+    with torch.no_grad():
+        ranks = target()(torch.tensor([text])).logits[0].argsort(descending=True).argsort()
+    chosen = np.array([int(ranks[place - 1, text[place]]) for place in range(17, len(text))])
+    assert (chosen < 5).all()
+
+
+def test_a_head_that_reads_states_that_are_not_there_is_refused():
+    from draftgraph.errors import UnsupportedModelError
+
+    with pytest.raises(UnsupportedModelError, match="reads state 9 of a target that has 4 layers"):
+        PagedEngine(target()).read_states((9,))
