@@ -507,7 +507,7 @@ class ShortOfMemory(Captured):
     def __init__(self, compute: Any, device: torch.device, pool: Any = None) -> None:
         super().__init__(compute, device, pool)
         found = self()
-        if found is not None and len(found) > self.most:
+        if found is not None and len(found[0]) > self.most:
             raise torch.OutOfMemoryError
 
 
