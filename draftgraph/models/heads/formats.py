@@ -365,8 +365,10 @@ def layers_config(config: Any) -> dict[str, Any]:
 
 def speculators_config(head: Any, target: Any) -> dict[str, Any]:
     config, kind = head.config, "eagle3" if head.kind == "states" else "dflash"
-    of_kind = {name: getattr(config, name) for name in CHOICES} | {"eagle_aux_hidden_state_layer_ids": [*head.reads]}
-    if kind == "dflash":
+    if kind == "eagle3":
+        of_kind = {name: getattr(config, name) for name in CHOICES}
+        of_kind |= {"eagle_aux_hidden_state_layer_ids": [*head.reads]}
+    else:
         of_kind = {"aux_hidden_state_layer_ids": [*head.reads], "sample_from_anchor": False}
         of_kind |= {"block_size": head.block_size, "mask_token_id": head.mask_token_id}
         of_kind |= {"sliding_window_non_causal": True}  # every block that we write sees itself both ways
