@@ -305,7 +305,7 @@ def test_zlab_dflash_head_gives_the_logits_of_transformers(qwen, tmp_path):
     head = load_head(folder, qwen)
     layers = {name: value for name, value in head.config.to_dict().items() if name != "model_type"}
     theirs = theirs_module.MuseGlimmerAssistantModel(
-        config(**layers, target_layer_ids=[index - 1 for index in head.reads])
+        config(**layers | {"sliding_window": 64}, target_layer_ids=[index - 1 for index in head.reads])
     ).eval()
     named = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     given = {named.get(name, name): value for name, value in load_file(folder / "model.safetensors").items()}
@@ -462,7 +462,7 @@ def test_other_kinds_of_heads_are_recognised_and_refused(content, said, target, 
     ("changed", "said"),
     [
         ({"sample_from_anchor": True}, "sample_from_anchor"),
-        ({"aux_hidden_state_layer_ids": [2, 4, LAYERS]}, "before the last norm"),
+        ({"aux_hidden_state_layer_ids": [2, 4, LAYERS]}, "before its last norm"),
         ({"mask_token_id": None}, "no mask_token_id"),
     ],
 )

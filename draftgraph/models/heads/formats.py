@@ -196,8 +196,6 @@ def head_config(found: HeadFormat, target: Any) -> Any:
     config.target_hidden_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     if found.kind is BlockHead and (config.block_size is None or config.mask_token_id is None):
         raise UsageError("its configuration names no block_size or no mask_token_id: ask who published it for both")
-    if found.reads_before_norm and count in reads:
-        raise UsageError(f"it reads state {count} of the target before the last norm, which is not supported")
     return config
 
 
@@ -219,6 +217,11 @@ def refuse_another_target(folder: Path, found: HeadFormat, config: Any, target: 
         raise UsageError(
             f"the head in {folder}{made} does not fit {name_of(target)} (the head wants {'; '.join(wrong)}): "
             "give the target that it was made for"
+        )
+    if found.reads_before_norm and of.num_hidden_layers in config.reads:
+        raise UsageError(
+            f"the head in {folder} reads the target's last state before its last norm, which is not supported: "
+            "give a head that reads earlier states"
         )
     given = str(getattr(target.config, "name_or_path", "") or "")
     if found.verifier and given and Path(found.verifier).name.lower() != Path(given).name.lower():
@@ -295,7 +298,7 @@ def token_map_of(folder: Path, config: Any, tensors: dict[str, Tensor]) -> Tenso
         raise UsageError(f"the head in {folder} writes {columns} tokens and does not say which: d2t is missing or cut")
     found = torch.arange(columns) + offsets.long()
     if int(found.min()) < 0 or int(found.max()) >= config.vocab_size:
-        raise UsageError(f"d2t of the head in {folder} names tokens outside of the vocabulary of {config.vocab_size}")
+        raise UsageError(f"d2t of the head in {folder} names tokens outside of the vocabulary: copy the head again")
     return found
 
 
