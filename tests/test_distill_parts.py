@@ -143,13 +143,13 @@ def test_what_the_target_said_is_remembered_only_where_nothing_follows_its_head(
     batches = len(list(epoch_of(training.lengths, 40, 0)))
     assert batches < 6 and len(asked) == (batches if plain else 6)
     rows = [0, 1]
-    batch = batch_of([texts[row] for row in rows], [training.positions[row] for row in rows])
-    known = training.recalled(rows)
-    with training.head, torch.no_grad():
-        again = training.head.logits(target, *batch)
+    batch = batch_of([texts[row] for row in rows], [training.lesson.positions[row] for row in rows])
+    known = training.lesson.recalled(rows)
+    with training.lesson.head, torch.no_grad():
+        again = training.lesson.head.logits(target, *batch)
         assert (known is not None) == plain
         if known is not None:
-            torch.testing.assert_close(training.head.of_states(known), again, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(training.lesson.head.of_states(known), again, rtol=1e-4, atol=1e-5)
 
 
 def test_the_reduced_vocabulary_has_frequent_tokens_and_always_the_stops() -> None:
@@ -183,7 +183,8 @@ def test_passes_are_those_of_a_chain_that_is_checked_token_by_token(hits: list[b
             drafted += 1
         at += drafted + 1
         count += 1
-    assert passes(np.array(hits, dtype=bool), chain) == count
+    table = np.broadcast_to(np.array(hits, dtype=bool), (chain, len(hits)))
+    assert passes(table) == count
 
 
 def test_hits_are_the_students_best_tokens_over_the_full_vocabulary() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.torch
@@ -55,6 +55,7 @@ class Training:
     checkpoint: Checkpoint
     show: Callable[[TrainingState], None] = lambda state: None
     curve: list[dict[str, float]] = field(default_factory=list)
+    lesson_of: Callable[[Any, Any, list[Text], Recipe], Lesson] = lambda *given: LayersLesson(*given)
 
     def __post_init__(self) -> None:
         self.device = self.target.get_input_embeddings().weight.device
@@ -66,22 +67,16 @@ class Training:
                 self.parameters[name] = weight
         self.optimizers = optimizers_for(self.recipe, list(self.parameters.values()))
         self.lengths = np.array([len(text.tokens) for text in self.texts])
-        self.positions = [learnt_positions(text, self.recipe.prompt_share) for text in self.texts]
-        self.head = SharedHead(self.target, self.student)
-        self.terms = loss_terms(self.recipe.loss)
+        self.lesson = self.lesson_of(self.target, self.student, self.texts, self.recipe)
         self.step, self.seconds = 0, 0.0
-        self.known_states: dict[int, Tensor] | None = None  # the target's last, of each text; None: they do not fit
 
     def run(self, checkpoint_seconds: float = 60.0) -> None:
         """Trains to the end of the recipe; Ctrl-C leaves a checkpoint."""
         started, saved, scored = time.monotonic() - self.seconds, time.monotonic(), -math.inf
         scores: Scores | None = None
         sums: list[Tensor] = []
-        width = self.target.get_output_embeddings().weight.shape[1]
-        size = sum(map(len, self.positions)) * width * self.target.dtype.itemsize
-        self.known_states = {} if size <= memory_for(self.device, MEMORY_SHARE, CPU_BYTES) else None
         try:
-            with self.head, evaluating(self.target):
+            with self.lesson, evaluating(self.target):
                 for rows in self.batches():
                     if self.done() >= 1:
                         break
@@ -92,7 +87,7 @@ class Training:
                     loss, agreement = self.mean(sums)
                     sums.clear()
                     if time.monotonic() - scored > SCORE_SECONDS:
-                        scores = score(self.student, self.held_out, self.recipe.batch_tokens)
+                        scores = self.lesson.score(self.held_out)
                         scored = time.monotonic()
                         self.curve.append({"step": self.step, "seconds": self.seconds, "loss": loss} | scores.to_dict())
                     self.show(TrainingState(self.step, self.done(), self.seconds, loss, agreement, scores))
@@ -106,14 +101,9 @@ class Training:
 
     def learn(self, rows: list[int]) -> Tensor:
         """One step on these texts; returns the summed loss, the agreement and the number of tokens."""
-        batch = batch_of([self.texts[row] for row in rows], [self.positions[row] for row in rows])
-        tokens, positions = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         with naming_batch_tokens(self.recipe.batch_tokens):
-            theirs = self.target_logits(rows, tokens, positions)
-            with mixed_precision(self.student):
-                ours = self.head.logits(self.student, tokens, positions)
-            loss, agree = distillation_loss(ours, theirs, self.terms)
-            (loss / len(positions)).backward()
+            loss, agreement, count = self.lesson.loss(rows, self.step)
+            (loss / max(count, 1)).backward()
             nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
             with uninterrupted():
                 for optimizer in self.optimizers:
@@ -122,28 +112,7 @@ class Training:
                     optimizer.step()
                     optimizer.zero_grad()
                 self.step += 1
-        return torch.stack([loss.detach(), agree.sum(), torch.tensor(len(positions), device=self.device)])
-
-    @torch.no_grad()
-    def target_logits(self, rows: list[int], tokens: Tensor, positions: Tensor) -> Tensor:
-        """[positions, vocabulary]; a text is read once where there is room for the target's states."""
-        if (states := self.recalled(rows)) is not None:
-            return self.head.of_states(states)
-        logits = self.head.logits(self.target, tokens, positions)
-        states = self.head.states
-        assert states is not None
-        if self.known_states == {} and not torch.equal(self.head.of_states(states[None])[0], logits):
-            self.known_states = None  # something follows this model's head
-        if self.known_states is not None:
-            parts = states.split([len(self.positions[row]) for row in rows])
-            self.known_states.update(zip(rows, parts, strict=True))
-        return logits
-
-    def recalled(self, rows: list[int]) -> Tensor | None:
-        """The target's states at the learnt positions of these texts, one text after the other, if all are known."""
-        if self.known_states is None or not self.known_states.keys() >= set(rows):
-            return None
-        return torch.cat([self.known_states[row] for row in rows])
+        return torch.stack([loss.detach(), agreement, torch.tensor(count, device=self.device)])
 
     def mean(self, sums: list[Tensor]) -> tuple[float, float]:
         """Loss and agreement of a token."""
@@ -153,7 +122,7 @@ class Training:
                 f"the loss is no number any more at step {self.step}: try a --learning-rate "
                 f"under {self.recipe.learning_rate:g} with another --out; the last checkpoint is kept"
             )
-        return loss / count, agreement / count
+        return loss / max(count, 1), agreement / max(count, 1)
 
     def done(self) -> float:
         return self.recipe.done(self.step, self.seconds)
@@ -203,6 +172,80 @@ class Training:
                     yield names[id(parameter)], optimizer.state[parameter]
 
 
+class Lesson(Protocol):
+    """What a student of one kind learns from a batch of texts; entered while it trains."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def loss(self, rows: list[int], step: int) -> tuple[Tensor, Tensor, int]:
+        """The loss summed over what is learnt from these texts, the summed agreement, and how many tokens that is."""
+
+    def score(self, texts: list[Text]) -> Scores:
+        """How good the student is on these texts."""
+
+
+class LayersLesson:
+    """A student of the target's layers learns what the target says behind every learnt position."""
+
+    def __init__(self, target: Any, student: Any, texts: list[Text], recipe: Recipe) -> None:
+        self.target, self.student, self.texts, self.recipe = target, student, texts, recipe
+        self.device = target.get_input_embeddings().weight.device
+        self.positions = [learnt_positions(text, recipe.prompt_share) for text in texts]
+        self.head = SharedHead(target, student.get_output_embeddings())
+        self.terms = loss_terms(recipe.loss)
+        width = target.get_output_embeddings().weight.shape[1]
+        size = sum(map(len, self.positions)) * width * target.dtype.itemsize
+        # The target's last states of each text; None: they do not fit.
+        self.known_states: dict[int, Tensor] | None = {} if fits(size, self.device) else None
+
+    def __enter__(self) -> LayersLesson:
+        self.head.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.head.__exit__()
+
+    def loss(self, rows: list[int], step: int) -> tuple[Tensor, Tensor, int]:
+        batch = batch_of([self.texts[row] for row in rows], [self.positions[row] for row in rows])
+        tokens, positions = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        theirs = self.target_logits(rows, tokens, positions)
+        with mixed_precision(self.student):
+            ours = self.head.logits(self.student, tokens, positions)
+        loss, agree = distillation_loss(ours, theirs, self.terms)
+        return loss, agree.sum(), len(positions)
+
+    def score(self, texts: list[Text]) -> Scores:
+        return score(self.student, texts, self.recipe.batch_tokens)
+
+    @torch.no_grad()
+    def target_logits(self, rows: list[int], tokens: Tensor, positions: Tensor) -> Tensor:
+        """[positions, vocabulary]; a text is read once where there is room for the target's states."""
+        if (states := self.recalled(rows)) is not None:
+            return self.head.of_states(states)
+        logits = self.head.logits(self.target, tokens, positions)
+        assert self.head.inputs is not None
+        states = self.head.inputs[positions]
+        if self.known_states == {} and not torch.equal(self.head.of_states(states[None])[0], logits):
+            self.known_states = None  # something follows this model's head
+        if self.known_states is not None:
+            parts = states.split([len(self.positions[row]) for row in rows])
+            self.known_states.update(zip(rows, parts, strict=True))
+        return logits
+
+    def recalled(self, rows: list[int]) -> Tensor | None:
+        """The target's states at the learnt positions of these texts, one text after the other, if all are known."""
+        if self.known_states is None or not self.known_states.keys() >= set(rows):
+            return None
+        return torch.cat([self.known_states[row] for row in rows])
+
+
+def fits(size: int, device: torch.device) -> bool:
+    """Whether so many bytes of the target's states may stay in memory."""
+    return size <= memory_for(device, MEMORY_SHARE, CPU_BYTES)
+
+
 def optimizers_for(recipe: Recipe, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Muon for matrices, AdamW for the rest, or AdamW for all."""
     settings: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "weight_decay": 0.01, "fused": parameters[0].is_cuda}
@@ -214,8 +257,10 @@ def optimizers_for(recipe: Recipe, parameters: list[nn.Parameter]) -> list[torch
     return [muon, *([torch.optim.AdamW(others, **settings)] if others else [])]
 
 
-def distillation_loss(student: Tensor, target: Tensor, terms: dict[str, float]) -> tuple[Tensor, Tensor]:
-    """The sum over positions of logits [n, vocabulary], and where both have the same best token [n].
+def distillation_loss(
+    student: Tensor, target: Tensor, terms: dict[str, float], weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum over positions of logits [n, vocabulary], weighted or not, and where both have the same best token [n].
 
     With p the target's distribution over the student's vocabulary and q the student's:
     kl       sum p log p/q       the usual distillation: be likely
@@ -223,7 +268,8 @@ def distillation_loss(student: Tensor, target: Tensor, terms: dict[str, float]) 
     tv       1 - sum min(p, q)   the share that rejection sampling would refuse: be accepted
     top      -log q(argmax p)    greedy decoding accepts the target's best token only
     """
-    loss, agree = _Distance.apply(student, target, terms)  # type: ignore[no-untyped-call]
+    weights = student.new_ones(len(student), dtype=torch.float32) if weights is None else weights
+    loss, agree = _Distance.apply(student, target, weights, terms)  # type: ignore[no-untyped-call]
     return loss, agree
 
 
@@ -231,15 +277,15 @@ class _Distance(torch.autograd.Function):
     """The loss with a hand-written gradient: no second copy of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, target: Tensor, terms: dict[str, float]) -> Any:
+    def forward(ctx: Any, student: Tensor, target: Tensor, weights: Tensor, terms: dict[str, float]) -> Any:
         gradient = torch.empty_like(student)
         losses, agrees = [], []
-        pieces = (tensor.split(LOSS_ROWS) for tensor in (student, target, gradient))
-        for ours, theirs, into in zip(*pieces, strict=True):
+        pieces = (tensor.split(LOSS_ROWS) for tensor in (student, target, weights, gradient))
+        for ours, theirs, weight, into in zip(*pieces, strict=True):
             log_q, log_p = (torch.log_softmax(logits.float(), dim=-1) for logits in (ours, theirs))
             loss, slope = distance_and_slope(log_q, log_p, terms)
-            into.copy_(slope)
-            losses.append(loss.sum())
+            into.copy_(slope * weight[:, None])
+            losses.append((loss * weight).sum())
             agrees.append(log_q.argmax(dim=-1) == log_p.argmax(dim=-1))
         ctx.save_for_backward(gradient)
         agree = torch.cat(agrees)
@@ -249,7 +295,7 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor, _: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(of_loss), None, None
+        return gradient.mul_(of_loss), None, None, None
 
 
 def distance_and_slope(log_q: Tensor, log_p: Tensor, terms: dict[str, float]) -> tuple[Tensor, Tensor]:
@@ -277,15 +323,16 @@ def distance_and_slope(log_q: Tensor, log_p: Tensor, terms: dict[str, float]) ->
 
 
 class SharedHead:
-    """Inside, both models score the student's tokens at selected positions only: logits are most of a step's memory."""
+    """Inside, the target's output matrix is another one, and models that have it score selected positions only: logits
+    are most of a step's memory."""
 
-    def __init__(self, target: Any, student: Any) -> None:
-        self.target, self.student = target, student
-        self.states: Tensor | None = None  # [positions, width] what the head was given last
+    def __init__(self, target: Any, head: Any) -> None:
+        self.target, self._head = target, head
+        self.inputs: Tensor | None = None  # [tokens, width] what the head was given last
         self._positions: Tensor | None = None
 
     def __enter__(self) -> SharedHead:
-        self._head, self._original = self.student.get_output_embeddings(), self.target.get_output_embeddings()
+        self._original = self.target.get_output_embeddings()
         self._hook = self._head.register_forward_pre_hook(self._narrow)
         self.target.set_output_embeddings(self._head)
         return self
@@ -293,15 +340,20 @@ class SharedHead:
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
         self.target.set_output_embeddings(self._original)
-        self.states = None
+        self.inputs = None
 
-    def logits(self, model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[positions, vocabulary] of one of the two, at positions of the flattened batch."""
+    def outputs(self, model: Any, tokens: Tensor, positions: Tensor, **wanted: Any) -> Any:
+        """What a model with this head returns, its logits [1, positions, vocabulary] those at positions of the
+        flattened batch."""
         self._positions = positions
         try:
-            return model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]
+            return model(input_ids=tokens, use_cache=False, return_dict=True, **wanted)
         finally:
             self._positions = None
+
+    def logits(self, model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[positions, vocabulary]"""
+        return self.outputs(model, tokens, positions).logits[0]  # type: ignore[no-any-return]
 
     def of_states(self, states: Tensor) -> Tensor:
         """Logits from the head's inputs: right for models that do nothing behind their head."""
@@ -310,18 +362,22 @@ class SharedHead:
     def _narrow(self, _: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if self._positions is None:
             return None
-        hidden = arguments[0]
-        self.states = hidden.reshape(-1, hidden.shape[-1])[self._positions]
-        return (self.states[None],)
+        self.inputs = arguments[0].reshape(-1, arguments[0].shape[-1])
+        return (self.inputs[self._positions][None],)
 
 
 def score(student: Any, texts: list[Text], batch_tokens: int = SCORED_TOKENS) -> Scores:
     """Agreement and tokens per pass; exact for chains, which continue the target's own text up to the first miss."""
     with naming_batch_tokens(batch_tokens):
         hits = hits_of(student, texts, min(batch_tokens, SCORED_TOKENS))
+    return scores_of([np.broadcast_to(row, (CHAIN, len(row))) for row in hits])
+
+
+def scores_of(hits: list[NDArray[np.bool_]]) -> Scores:
+    """Of hits by depth and token, text by text."""
+    tokens = sum(row.shape[1] for row in hits)
     steps = sum(passes(row) for row in hits)
-    tokens = sum(map(len, hits))
-    return Scores(sum(int(row.sum()) for row in hits) / max(tokens, 1), tokens / max(steps, 1), len(texts))
+    return Scores(sum(int(row[0].sum()) for row in hits) / max(tokens, 1), tokens / max(steps, 1), len(hits))
 
 
 def hits_of(student: Any, texts: list[Text], batch_tokens: int = SCORED_TOKENS) -> list[NDArray[np.bool_]]:
@@ -363,15 +419,16 @@ def mixed_precision(student: Any) -> AbstractContextManager[None]:
     return torch.autocast(borrowed.device.type, torch.bfloat16, enabled=half or borrowed.is_cuda)
 
 
-def passes(hits: NDArray[np.bool_], chain: int = CHAIN) -> int:
-    """Target passes for an answer: each takes the drafted tokens up to the first miss, and one more.
+def passes(hits: NDArray[np.bool_]) -> int:
+    """Target passes for an answer: each takes the drafted tokens up to the first miss, and one more. `hits` [depths,
+    tokens]: whether the draft says a token when it stands at this depth of what is drafted.
 
-    >>> passes(np.array([True, True, False, True]))
+    >>> passes(np.array([[True, True, False, True], [True, True, False, False]]))
     2
     """
     count = at = 0
-    while at < len(hits):
-        ahead = hits[at : at + chain]
+    while at < hits.shape[1]:
+        ahead = np.diagonal(hits, at)
         at += (len(ahead) if ahead.all() else int(np.argmin(ahead))) + 1
         count += 1
     return count
