@@ -21,7 +21,7 @@ from draftgraph.cli.generate import compare, generate, inspect
 from draftgraph.cli.options import MODELS, REPORTS, Settings, register
 from draftgraph.cli.serve import SERVE_OPTIONS, serve
 from draftgraph.cli.terminal import FAILED, INTERRUPTED, WRONG_USE, complain, usage_line
-from draftgraph.distillation.recipe import OWN_PROMPTS, STEPS, Recipe
+from draftgraph.distillation.recipe import BLOCK_SIZE, LONG_LENGTH, OWN_PROMPTS, STEPS, Recipe
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.serve.settings import KEYS, ServerSettings
 
@@ -33,7 +33,8 @@ for function in (generate, chat, compare):
 register(app, inspect, defaults=Settings(mode="graph"))  # the paper's graphs are small
 register(app, serve, only=SERVE_OPTIONS, also=ServerSettings, keys=KEYS)
 only = ("target", "device", "dtype", *REPORTS)
-register(app, distill, only=only, also=Recipe, own_prompts=OWN_PROMPTS, steps=STEPS)
+distill_texts = {"own_prompts": OWN_PROMPTS, "steps": STEPS, "block_size": BLOCK_SIZE, "long_length": LONG_LENGTH}
+register(app, distill, only=only, also=Recipe, **distill_texts)
 register(app, tune, only=(*MODELS, "k", "max_nodes", "max_depth", "seed", *REPORTS))
 register(app, doctor, only=(*MODELS, *REPORTS))
 app.add_typer(bench)

@@ -47,8 +47,8 @@ def distill(
         dtype: Of the target.
         answers: Folder where the target's answers are kept for other runs; left out: in the cache.
         batch_size: Texts that the target answers at once; left out: what memory holds.
-        bits: Of the stored weights: 8, 16 or 32.
-        export: `hf` also writes a plain `transformers` folder, `out/hf`.
+        bits: Of the stored weights: 8, 16 or 32; 8 with kind layers only.
+        export: With kind layers, `hf` also writes a plain `transformers` folder, `out/hf`.
         checkpoint_seconds: Time between two checkpoints.
         model_kwargs: Go to `from_pretrained`.
         **settings: Fields of `Recipe`, which win over those of `recipe`.
@@ -69,6 +69,12 @@ def distill(
         raise UsageError(f"bits must be 8, 16 or 32, not {bits}")
     if export not in (None, "hf"):
         raise UsageError(f'export must be "hf" or left out, not {export!r}')
+    if recipe.kind != "layers" and bits == 8:
+        raise UsageError(f"a head of kind {recipe.kind} is stored in 16 or 32 bits, not in 8")
+    if recipe.kind != "layers" and export is not None:
+        raise UsageError(
+            f"export is for kind layers: a head of kind {recipe.kind} is in the speculators format already"
+        )
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     if not checkpoint_seconds >= 0:
@@ -99,7 +105,9 @@ def refuse_other_content(folder: Path) -> None:
     if (folder / "config.json").exists():
         from draftgraph.models.draft import is_draft_folder
 
-        if not is_draft_folder(folder):
+        from draftgraph.models.heads.formats import is_head_folder
+
+        if not (is_draft_folder(folder) or is_head_folder(folder)):
             raise UsageError(f"--out {folder} holds a model that is no draft: name another folder")
     found = folder.iterdir() if folder.is_dir() else ()
     names = {file.name for file in found if file.suffix != ".partial" and file.name != LOCK}

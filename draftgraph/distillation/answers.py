@@ -26,6 +26,7 @@ MARKED_NUMBERS = 16  # of each weight of the target
 ANOTHER_ANSWERS = "give --answers a folder"
 Progress = Callable[[int, int, float | None], None]  # answers so far, of how many, new tokens per second if known
 BATCHES_TO_SORT = 64  # a batch holds similar lengths, but an epoch stays shuffled
+LONG_EVERY = 24  # texts, of which one is made long: with usual ones, about half of the tokens
 HELD_OUT = 512  # prompts that are not learnt from, at most; and at most one in ten
 
 
@@ -205,6 +206,26 @@ def split_held_out(texts: list[Text]) -> tuple[list[Text], list[Text]]:
     if not learnt:
         raise UsageError("one prompt is too little to learn from: give more prompts")
     return learnt, list(kept.values())
+
+
+def with_long_texts(texts: list[Text], length: int, seed: int) -> list[Text]:
+    """Of the texts one in LONG_EVERY behind others, up to so many tokens: most answers are short, and a head that has
+    only seen those fades in a long context."""
+    if not length:
+        return texts
+    random = np.random.default_rng(seed)
+    found = list(texts)
+    for place in range(0, len(texts), LONG_EVERY):
+        text = texts[place]
+        before: list[Any] = []
+        room = length - len(text.tokens)
+        while room > 0:
+            other = texts[int(random.integers(len(texts)))].tokens[-room:]
+            before.insert(0, other)
+            room -= len(other)
+        tokens = np.concatenate([*before, text.tokens])
+        found[place] = Text(tokens, len(tokens) - len(text.answer), text.kind, text.temperature)
+    return found
 
 
 def digest_of(texts: list[Text]) -> str:

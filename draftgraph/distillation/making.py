@@ -22,26 +22,18 @@ from draftgraph.distillation.answers import (
     mark_of_weights,
     questions_of,
     split_held_out,
+    with_long_texts,
 )
+from draftgraph.distillation.kinds import KINDS
 from draftgraph.distillation.progress import Distilled, Reporter, Scores, amount, clock
 from draftgraph.distillation.prompts import Prompt, WrittenPrompts, own_prompts, read_prompts, shuffled_unique
 from draftgraph.distillation.recipe import Recipe
 from draftgraph.distillation.sampler import Sampler
-from draftgraph.distillation.training import ANSWERS, RECIPE, TARGET, Checkpoint, Training, score
+from draftgraph.distillation.training import ANSWERS, RECIPE, TARGET, Checkpoint, Training
 from draftgraph.errors import UsageError, one_line
 from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.generation import context_window, stop_ids_of
-from draftgraph.models.draft import (
-    cut_student,
-    layer_stack,
-    lend_output_rows,
-    load_draft,
-    name_of,
-    own_weights,
-    picked_layers,
-    save_draft,
-    save_plain,
-)
+from draftgraph.models.draft import load_draft, name_of, own_weights, save_plain
 
 FIGURES = "training.json"
 
@@ -59,7 +51,8 @@ def make_draft(
     checkpoint_seconds: float,
 ) -> Distilled:
     recipe = within_window(recipe, model, report)
-    student = cut_student(model, picked_layers(recipe.start_from, recipe.layers, len(layer_stack(model)[1])))
+    kind = KINDS[recipe.kind]
+    student = kind.student(recipe, model)
     store = AnswerStore(kept_answers, mark_of_weights(model))
     made_of = {TARGET: store.target_mark, RECIPE: recipe.fingerprint()}
     checkpoint = Checkpoint(folder / "checkpoint.safetensors", made_of, recipe.shown())
@@ -72,22 +65,25 @@ def make_draft(
     figures = finished_figures(folder, checkpoint, bits)
     if figures is None:
         rows, stop_ids = len(model.get_output_embeddings().weight), stop_ids_of(model)
-        lend_output_rows(student, model, frequent_tokens(texts, recipe.vocab_size, rows, stop_ids))
+        kind.limit_vocabulary(student, model, frequent_tokens(texts, recipe.vocab_size, rows, stop_ids))
         report.begin("training")
-        before = score(student, held_out, recipe.batch_tokens)
-        training = Training(model, student, learnt, held_out, recipe, checkpoint, report.training)
+        before = kind.score(student, model, held_out, recipe.batch_tokens)
+        learnt = with_long_texts(learnt, recipe.longest, recipe.seed)
+        training = Training(
+            model, student, learnt, held_out, recipe, checkpoint, report.training, lesson_of=kind.lesson
+        )
         if training.resume():
             report.say(f"going on from step {training.step:,}")
         training.run(checkpoint_seconds)
-        save_draft(student, model, folder, bits)
-        after = score(load_draft(folder, model), held_out, recipe.batch_tokens)
+        kind.save(student, model, folder, bits)
+        after = kind.score(kind.load(folder, model), model, held_out, recipe.batch_tokens)
         figures = write_card(folder, training, texts, before, after, bits)
         checkpoint.remove()
     else:
         report.say("this draft is finished: nothing to do")
     if export == "hf":
         save_plain(load_draft(folder, model), model, tokenizer, folder / "hf")
-    scores, before = (Scores(**figures[name]) for name in ("scores", "before"))
+    scores, before = (Scores.from_dict(figures[name]) for name in ("scores", "before"))
     done = Distilled(folder, scores, before, figures["steps"], figures["seconds"], figures["weights"])
     report.say(str(done))
     return done
@@ -96,7 +92,11 @@ def make_draft(
 def within_window(recipe: Recipe, model: Any, report: Reporter) -> Recipe:
     """The recipe with texts no longer than the target's context window."""
     window = context_window(model)
-    if window is None or recipe.max_length <= window:
+    if window is None:
+        return recipe
+    if recipe.longest > window:
+        recipe = replace(recipe, long_length=window)
+    if recipe.max_length <= window:
         return recipe
     if recipe.max_new_tokens >= window:
         raise UsageError(
@@ -169,6 +169,17 @@ def finished_figures(folder: Path, checkpoint: Checkpoint, bits: int) -> dict[st
     return figures
 
 
+def described(recipe: Recipe) -> str:
+    """The draft in a sentence, for its card."""
+    layers = f"{recipe.student_layers} transformer layer{'s' if recipe.student_layers > 1 else ''}"
+    if recipe.kind == "states":
+        return f"An EAGLE-3 head of {layers}, in the speculators format, that reads the target's hidden states,"
+    if recipe.kind == "block":
+        how = "JetSpec" if recipe.sees_only_back else "DFlash"
+        return f"A {how} head of {layers}, in the speculators format, that drafts {recipe.places - 1} tokens in a pass,"
+    return f"{layers} for speculative decoding,"
+
+
 def write_card(
     folder: Path, training: Training, texts: list[Text], before: Scores, scores: Scores, bits: int
 ) -> dict[str, Any]:
@@ -191,6 +202,7 @@ def write_card(
         "curve": training.curve,
     }
     shown = figures | {
+        "what": described(training.recipe),
         "clock": clock(training.seconds),
         "kinds": "\n".join(f"| {kind} | {count:,} |" for kind, count in kinds.most_common()),
         "settings": "\n".join(f"| {name} | {value} |" for name, value in recipe.items()),

@@ -24,9 +24,15 @@ class Scores:
     agreement: float  # share of tokens that are the student's best
     tokens_per_pass: float  # of a chain of eight, the target's own token included
     texts: int
+    by_depth: tuple[float, ...] = ()  # of a head: agreement of each drafted token, those before it being the target's
 
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Scores:
+        return cls(**stored | {"by_depth": tuple(stored.get("by_depth", ()))})
+
+    def to_dict(self) -> dict[str, Any]:
+        found = asdict(self) | {"by_depth": list(self.by_depth)}
+        return found if self.by_depth else {name: value for name, value in found.items() if name != "by_depth"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Distilled:
 
     Attributes:
         folder: For `draftgraph.load(target, draft=folder)`.
-        scores: `agreement` with the target's tokens, and `tokens_per_pass` of a chain of eight, as it was stored.
+        scores: `agreement` with the target's tokens, and `tokens_per_pass` of a chain of eight, as it was stored; of a
+            head, also the agreement `by_depth`.
         before: The same before training.
         steps: Of training.
         seconds: Of training.
@@ -69,10 +76,11 @@ class Distilled:
     weights: int
 
     def __str__(self) -> str:
+        depths = ", ".join(f"{share:.3f}" for share in self.scores.by_depth)
         return (
             f"{self.folder}: {amount(self.weights)} weights of its own, agreement {self.scores.agreement:.3f} "
-            f"(before training {self.before.agreement:.3f}), chain of 8: {self.scores.tokens_per_pass:.2f} tokens per "
-            f"pass; trained for {clock(self.seconds)}"
+            f"(before training {self.before.agreement:.3f}), {f'by depth {depths}, ' if depths else ''}"
+            f"chain of 8: {self.scores.tokens_per_pass:.2f} tokens per pass; trained for {clock(self.seconds)}"
         )
 
 

@@ -14,6 +14,8 @@ from draftgraph.errors import UsageError
 
 RANGES: dict[str, tuple[float, float]] = {
     "layers": (1, 1000),
+    "block_size": (2, 64),
+    "long_length": (0, 1 << 20),
     "vocab_size": (0, 1 << 24),
     "own_prompts": (0, 1 << 24),
     "max_prompts": (1, 1 << 30),
@@ -30,6 +32,11 @@ RANGES: dict[str, tuple[float, float]] = {
 LOSSES = ("kl", "reverse", "tv", "top")
 OWN_PROMPTS = 20000
 STEPS = 4000
+LAYERS = {"layers": 2, "states": 1, "block": 5}  # of a draft, by kind, as a rule
+MOST_STATES_LAYERS = 2  # it is asked level by level
+BLOCK_SIZE = 16
+LONG_LENGTH = 8192
+OF_HEADS = ("kind", "block_size", "causal", "long_length")
 OF_TEXTS = ("prompts", "own_prompts", "max_prompts", "temperatures", "max_new_tokens", "max_length")
 
 
@@ -38,15 +45,21 @@ class Recipe:
     """How a draft is trained.
 
     Attributes:
-        layers: Of the draft.
+        kind: `layers` of the target; a head that reads the target's `states`, level by level (EAGLE-3); or one that
+            drafts a `block` in one pass (DFlash, JetSpec).
+        layers: Of the draft; left out: 2, 1 or 5, by kind.
         start_from: Layers of the target to start from: `spread`, `first`, `last`, or numbers such as `0,9,18,29`.
-        vocab_size: Tokens that the draft can write, the most frequent in the target's answers; 0: all.
+        block_size: Tokens of a block, the last known one among them; left out: 16.
+        causal: Whether a place of a block sees only those before it (JetSpec), or all (DFlash); left out: it does.
+        vocab_size: Tokens that the draft can write, the most frequent in the target's answers; 0, or kind block: all.
         prompts: JSONL files, `datasets:NAME`, `python[:COUNT]`.
         own_prompts: Prompts that the target writes itself; left out: 20000, or 0 beside `prompts`.
         max_prompts: Of each source.
         temperatures: Every prompt is answered once at each; 0: greedy.
         max_new_tokens: Of an answer.
         max_length: Of a prompt with its answer; longer prompts are cut in the middle.
+        long_length: Some texts are joined to others up to so many tokens, so that a head does not fade in long ones;
+            0: none; left out: 8192 for kind block, or `batch_tokens` where that is less.
         minutes: Of training; left out: `steps`.
         steps: Left out: 4000, where no minutes are given.
         batch_tokens: In one step of training.
@@ -62,7 +75,10 @@ class Recipe:
         12288
     """
 
-    layers: int = 2
+    kind: str = "layers"
+    layers: int | None = None
+    block_size: int | None = None
+    causal: bool | None = None
     start_from: str = "spread"
     vocab_size: int = 12288
     prompts: tuple[str, ...] = ()
@@ -71,6 +87,7 @@ class Recipe:
     temperatures: tuple[float, ...] = (0.0, 0.7)
     max_new_tokens: int = 192
     max_length: int = 1536
+    long_length: int | None = None
     minutes: float | None = None
     steps: int | None = None
     batch_tokens: int = 32768
@@ -94,6 +111,7 @@ class Recipe:
             if not isinstance(value, int if whole else int | float) or not low <= value <= high:
                 what = "a whole number" if whole else "a number"
                 raise UsageError(f"{setting.name} must be {what} between {low:g} and {high:g}, not {value!r}")
+        self._check_kind()
         if self.steps is not None and self.minutes is not None:
             raise UsageError("steps and minutes exclude each other: give one of them")
         if self.max_new_tokens >= self.max_length:
@@ -103,6 +121,39 @@ class Recipe:
         if not self.temperatures or not all(0 <= one < math.inf for one in self.temperatures):
             raise UsageError(f"temperatures must be one or more numbers of at least 0, not {self.temperatures}")
         loss_terms(self.loss)
+
+    def _check_kind(self) -> None:
+        if self.kind not in LAYERS:
+            raise UsageError(f"kind must be {', '.join(LAYERS)}, not {self.kind!r}")
+        for name, kinds in (("block_size", "block"), ("causal", "block"), ("long_length", "states, block")):
+            if getattr(self, name) is not None and self.kind not in kinds:
+                raise UsageError(f"{name} is for kind {kinds.replace(',', ' and')}: leave it out with {self.kind}")
+        if self.longest > self.batch_tokens:
+            raise UsageError(f"long_length must be at most batch_tokens ({self.batch_tokens}), not {self.long_length}")
+        if self.kind != "layers" and self.start_from != "spread":
+            raise UsageError(f"start_from is for kind layers: leave it out with {self.kind}")
+        if self.kind == "states" and self.student_layers > MOST_STATES_LAYERS:
+            raise UsageError(f"a head of kind states has at most {MOST_STATES_LAYERS} layers, not {self.layers}")
+
+    @property
+    def student_layers(self) -> int:
+        return LAYERS[self.kind] if self.layers is None else self.layers
+
+    @property
+    def places(self) -> int:
+        """Of a block."""
+        return self.block_size or BLOCK_SIZE
+
+    @property
+    def sees_only_back(self) -> bool:
+        """Whether attention inside a block is causal."""
+        return self.causal is not False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the texts that are joined; 0: none."""
+        usual = min(LONG_LENGTH, self.batch_tokens) if self.kind == "block" else 0
+        return usual if self.long_length is None else self.long_length
 
     @property
     def prompts_to_write(self) -> int:
@@ -125,13 +176,23 @@ class Recipe:
     def shown(self) -> dict[str, Any]:
         """For people: defaults filled in, and of a file of prompts only its name."""
         prompts = [path.name if (path := Path(source).expanduser()).exists() else source for source in self.prompts]
-        understood = {"own_prompts": self.prompts_to_write, "steps": self.steps_to_take}
-        return self.to_dict() | understood | {"prompts": prompts, "temperatures": list(self.temperatures)}
+        understood = {"own_prompts": self.prompts_to_write, "steps": self.steps_to_take, **self.of_kind()}
+        given = {name: value for name, value in self.to_dict().items() if name not in OF_HEADS}
+        return given | understood | {"prompts": prompts, "temperatures": list(self.temperatures)}
+
+    def of_kind(self) -> dict[str, Any]:
+        """The settings that depend on the kind, defaults filled in."""
+        known: dict[str, Any] = {"layers": self.student_layers}
+        if self.kind != "layers":
+            known |= {"kind": self.kind, "long_length": self.longest}
+        if self.kind == "block":
+            known |= {"block_size": self.places, "causal": self.sees_only_back}
+        return known
 
     def fingerprint(self) -> str:
         """A digest of every setting that training depends on beside its texts."""
-        given = {name: value for name, value in self.to_dict().items() if name not in OF_TEXTS}
-        given |= {"loss": loss_terms(self.loss), "steps": self.steps_to_take}
+        given = {name: value for name, value in self.to_dict().items() if name not in OF_TEXTS + OF_HEADS}
+        given |= self.of_kind() | {"loss": loss_terms(self.loss), "steps": self.steps_to_take}
         return digest(json.dumps(given, sort_keys=True))
 
 

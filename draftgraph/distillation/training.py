@@ -179,8 +179,9 @@ class Lesson(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def loss(self, rows: list[int], step: int) -> tuple[Tensor, Tensor, int]:
-        """The loss summed over what is learnt from these texts, the summed agreement, and how many tokens that is."""
+    def loss(self, rows: list[int], step: int) -> tuple[Tensor, Tensor, float]:
+        """The loss summed over what is learnt from these texts, the summed agreement, and how many tokens that is: both
+        sums and the number by weight, where tokens have one."""
 
     def score(self, texts: list[Text]) -> Scores:
         """How good the student is on these texts."""
@@ -207,7 +208,7 @@ class LayersLesson:
     def __exit__(self, *_: object) -> None:
         self.head.__exit__()
 
-    def loss(self, rows: list[int], step: int) -> tuple[Tensor, Tensor, int]:
+    def loss(self, rows: list[int], step: int) -> tuple[Tensor, Tensor, float]:
         batch = batch_of([self.texts[row] for row in rows], [self.positions[row] for row in rows])
         tokens, positions = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         theirs = self.target_logits(rows, tokens, positions)
@@ -342,12 +343,12 @@ class SharedHead:
         self.target.set_output_embeddings(self._original)
         self.inputs = None
 
-    def outputs(self, model: Any, tokens: Tensor, positions: Tensor, **wanted: Any) -> Any:
+    def outputs(self, model: Any, tokens: Tensor, positions: Tensor, **more: Any) -> Any:
         """What a model with this head returns, its logits [1, positions, vocabulary] those at positions of the
         flattened batch."""
         self._positions = positions
         try:
-            return model(input_ids=tokens, use_cache=False, return_dict=True, **wanted)
+            return model(input_ids=tokens, use_cache=False, return_dict=True, **more)
         finally:
             self._positions = None
 

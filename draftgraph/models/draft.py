@@ -118,10 +118,14 @@ def lend_output_rows(student: Any, target: Any, token_map: Tensor | None) -> Non
         student.register_buffer("token_map", token_map.to(weight.device, torch.long), persistent=False)
 
 
-def cut_student(target: Any, picked: list[int]) -> Any:
-    """A student that starts from copies of the target's layers at these places."""
+def refuse_adapters(target: Any) -> None:
     if unwrapped(target) is not target or adapters(target):
         raise UsageError("the target has adapters: merge them into it (merge_and_unload) and give what that returns")
+
+
+def cut_student(target: Any, picked: list[int]) -> Any:
+    """A student that starts from copies of the target's layers at these places."""
+    refuse_adapters(target)
     name, _ = layer_stack(target)
     student = bare_student(target, student_config(target.config, picked))
     given = target.state_dict()
