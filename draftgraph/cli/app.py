@@ -33,8 +33,8 @@ for function in (generate, chat, compare):
 register(app, inspect, defaults=Settings(mode="graph"))  # the paper's graphs are small
 register(app, serve, only=SERVE_OPTIONS, also=ServerSettings, keys=KEYS)
 only = ("target", "device", "dtype", *REPORTS)
-distill_texts = {"own_prompts": OWN_PROMPTS, "steps": STEPS, "block_size": BLOCK_SIZE, "long_length": LONG_LENGTH}
-register(app, distill, only=only, also=Recipe, **distill_texts)
+lengths: dict[str, Any] = {"block_size": BLOCK_SIZE, "long_length": LONG_LENGTH}
+register(app, distill, only=only, also=Recipe, own_prompts=OWN_PROMPTS, steps=STEPS, **lengths)
 register(app, tune, only=(*MODELS, "k", "max_nodes", "max_depth", "seed", *REPORTS))
 register(app, doctor, only=(*MODELS, *REPORTS))
 app.add_typer(bench)

@@ -104,7 +104,6 @@ def refuse_other_content(folder: Path) -> None:
     """Refuses a folder that holds anything but a draft or an unfinished training."""
     if (folder / "config.json").exists():
         from draftgraph.models.draft import is_draft_folder
-
         from draftgraph.models.heads.formats import is_head_folder
 
         if not (is_draft_folder(folder) or is_head_folder(folder)):
