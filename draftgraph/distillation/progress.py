@@ -31,8 +31,7 @@ class Scores:
         return cls(**stored | {"by_depth": tuple(stored.get("by_depth", ()))})
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self) | {"by_depth": list(self.by_depth)}
-        return found if self.by_depth else {name: value for name, value in found.items() if name != "by_depth"}
+        return asdict(self) | {"by_depth": list(self.by_depth)}
 
 
 @dataclass(frozen=True)

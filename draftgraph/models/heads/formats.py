@@ -233,7 +233,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    files = sorted(folder.glob("*.safetensors"))
+    files = weights_files(folder)
     if not files:
         pickle = next((file.name for kind in PICKLES for file in sorted(folder.glob(kind))), None)
         raise UsageError(
@@ -249,6 +249,14 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise LoadError(f"{file} cannot be read ({one_line(error)}): copy the head again") from error
     return {our_name(name): value for name, value in tensors.items()}
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """The files of the head, and not others beside them, such as a checkpoint of its training."""
+    index = folder / (WEIGHTS + ".index.json")
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [folder / WEIGHTS] if (folder / WEIGHTS).exists() else sorted(folder.glob("*.safetensors"))
 
 
 def our_name(name: str) -> str:
