@@ -44,9 +44,9 @@ def pretend(engine: PagedEngine, prices: list[float], right: float | None) -> No
     """Passes that take so many milliseconds and say what follows from token and position: the draft (`right`) is that
     often of the target's opinion."""
 
-    def forward(
-        tokens: Tensor, positions: Tensor, slots: Any, data: Any, kept: Tensor | None = None, adapters: Any = None
-    ) -> Tensor:
+    def compute(
+        tokens: Tensor, positions: Tensor, slots: Any, data: Any, kept: Tensor | None, adapters: Any, given: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
         until = time.perf_counter() + float(np.interp(tokens.shape[1], NODES, prices)) / 1e3
         mixed = (tokens[0].long() * 2654435761 + positions[0].long() * 40503) % 1000003
         rows, logits = torch.arange(len(mixed)), torch.zeros(len(mixed), engine.columns)
@@ -56,9 +56,9 @@ def pretend(engine: PagedEngine, prices: list[float], right: float | None) -> No
             logits[rows, (mixed * 7 + 3) % VOCABULARY] += torch.where(wrong, 6.0, 3.5)
         while time.perf_counter() < until:
             pass
-        return logits if kept is None else logits[: len(kept)]
+        return (logits if kept is None else logits[: len(kept)]), None
 
-    engine.forward = forward  # type: ignore[method-assign]
+    engine.compute = compute  # type: ignore[method-assign]
 
 
 def simulated(right: float, texts: int) -> Scheduler:

@@ -82,8 +82,8 @@ def test_the_self_check_refuses_a_model_whose_trees_are_wrong(family: str, monke
     model = target_of(family)
     honest = EagerContext._run
 
-    def shifted(self: EagerContext, tokens: Any, depths: Any, visible: Any, keep: int = 0) -> torch.Tensor:
-        return honest(self, tokens, [depth + (depth > 1) for depth in depths], visible, keep)
+    def shifted(self: EagerContext, tokens: Any, depths: Any, *given: Any, **named: Any) -> Any:
+        return honest(self, tokens, [depth + (depth > 1) for depth in depths], *given, **named)
 
     monkeypatch.setattr(EagerContext, "_run", shifted)
     monkeypatch.setenv("DRAFTGRAPH_ENGINE", "eager")

@@ -37,11 +37,11 @@ def test_a_fault_in_one_width_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted sum whose order depends on the rows of its pass: one bit of one logit in passes over 33 nodes."""
     compute = paged.Program.__call__
 
-    def faulty(program: Any, cache: Any, tokens: Any, *given: Any) -> torch.Tensor:
-        logits = compute(program, cache, tokens, *given)
+    def faulty(program: Any, cache: Any, tokens: Any, *given: Any) -> Any:
+        logits, states = compute(program, cache, tokens, *given)
         if len(tokens) == 66:  # another sequence is in the pass as well
             logits[33, 0] = torch.nextafter(logits[33, 0], torch.tensor(torch.inf))
-        return logits
+        return logits, states
 
     assert inexactness(target_of("llama")) is None
     monkeypatch.setattr(paged.Program, "__call__", faulty)

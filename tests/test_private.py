@@ -24,6 +24,7 @@ NAMES = (
     "_attn_implementation_internal",
     "_experts_implementation_internal",
     "_supports_sdpa",
+    "_supports_attention_backend",
     "_is_stateful",
     "_from_config",
     "_eos_token_tensor",
@@ -103,6 +104,18 @@ def test_what_models_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(type(model).__mro__[1], "_supports_sdpa")
     assert not private.supports_sdpa(model)
     assert not private.supports_sdpa(object()) and not private.is_stateful(object())
+
+
+def test_a_class_of_models_may_take_any_attention() -> None:
+    class Plain(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+    for name in ("sdpa", "ours"):
+        with pytest.raises(ValueError):
+            private.new_model(Plain, transformers.LlamaConfig(), torch.float32, name)
+    private.allow_any_attention(Plain)
+    assert private.supports_sdpa(Plain)
+    assert private.attention_of(private.new_model(Plain, transformers.LlamaConfig(), torch.float32, "sdpa").config)
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -309,7 +309,7 @@ class PagedEngine:
                 given = host["tokens"], host["positions"], host["slots"], data.paged
                 return self._program(self.cache, *given, shape.scored, host.get("adapters"))
             told = data.tokens, data.positions, data.slots, data.paged
-            logits, states = self._compute(*told, kept, data.adapters, data.states)
+            logits, states = self.compute(*told, kept, data.adapters, data.states)
             if ranking is not None and shape.scored:
                 ranking.copy_(ranked(logits), non_blocking=True)
             if proposed is not None and wanted is not None:
@@ -345,10 +345,10 @@ class PagedEngine:
         kept: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Tensor:
-        """The logits that `_compute` gives."""
-        return self._compute(tokens, positions, slots, data, kept, adapters)[0]
+        """The logits that `compute` gives."""
+        return self.compute(tokens, positions, slots, data, kept, adapters)[0]
 
-    def _compute(
+    def compute(
         self,
         tokens: Tensor,
         positions: Tensor,

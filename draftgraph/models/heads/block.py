@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
+from draftgraph import private
 from draftgraph.models.draft import text_config
 from draftgraph.models.heads.head import Head, HeadOutput, bare_head, kept_rows, masks_of, positions_after
 
@@ -40,7 +41,9 @@ class BlockAttention(Qwen3Attention):
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            private.attention_of(self.config) or "eager", eager_attention_forward
+        )
         kwargs |= {"dropout": 0.0, "scaling": self.scaling, "sliding_window": self.sliding_window}
         found, _ = attend(self, query, key, value, attention_mask, **kwargs)
         return self.o_proj(found.reshape(*hidden_states.shape[:-1], -1))  # type: ignore[no-any-return]

@@ -30,8 +30,6 @@ class Head(PreTrainedModel):
 
     config_class = None
     base_model_prefix = ""
-    _supports_sdpa = True
-    _supports_attention_backend = True
     kind: str
     width: int  # columns of a row of `states`
     embed_tokens: nn.Module
@@ -66,6 +64,9 @@ class Head(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+private.allow_any_attention(Head)
 
 
 def kinds_of(config: Any) -> list[str]:
