@@ -2,8 +2,8 @@
 
 The scheduler as it is, host work included, over passes that compute nothing but take as long as those of an H200 with a
 target of 7B-cost: their prices are known (docs/results), and what the draft gets right is drawn. For decisions, which
-can be looked at without the device; for figures there is `concurrency.py`. Nothing overlaps here: a pass that works by
-itself on a GPU keeps this host busy.
+can be looked at without the device; for figures there is `draftgraph bench load`. Nothing overlaps here: a pass that
+works by itself on a GPU keeps this host busy.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import json
 import os
 import random
 import time
+from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from concurrency import run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftgraph import GraphConfig
 from draftgraph.batching import Limits, Scheduler
+from draftgraph.bench.load import LEAST, ROUNDS, Ours
 from draftgraph.cost.latency import Curve, Latencies, MeasuredCost
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.pair import Pair
@@ -73,6 +74,13 @@ def simulated(right: float, texts: int) -> Scheduler:
     return scheduler
 
 
+def answered(scheduler: Scheduler, prompts: list[list[int]], texts: int, mode: str, new_tokens: int) -> dict[str, Any]:
+    """A closed load of so many clients."""
+    asked = list(islice(cycle(prompts), max(ROUNDS * texts, LEAST)))
+    greedy = {"temperature": 0.0}
+    return Ours(mode, scheduler, new_tokens, greedy).answer({"prompts": asked, "clients": texts})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", default="1,4,16,64")
@@ -83,16 +91,16 @@ def main() -> None:
     torch.set_num_threads(1)
     draw, levels = random.Random(0), [int(number) for number in given.texts.split(",")]
     lengths = [draw.choice([50, 100, 200, 400]) for _ in range(56)]
-    prompts = [tuple(draw.randrange(VOCABULARY) for _ in range(length)) for length in lengths]
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
     scheduler = simulated(given.right, max(levels))
     for texts in levels:
         speeds: dict[str, list[float]] = {"off": [], "auto": []}
         answers = []
         for _ in range(1 + given.repeats):  # the first time for what happens only once
             for mode, known in speeds.items():
-                found = run(scheduler, prompts, texts, mode, given.new_tokens)
-                known.append(found["tokens"] / found["seconds"])
-                answers.append(found["answers"])
+                found = answered(scheduler, prompts, texts, mode, given.new_tokens)
+                known.append(sum(map(len, found["tokens"])) / found["seconds"])
+                answers.append(found["tokens"])
         ratios = [auto / off for off, auto in zip(speeds["off"][1:], speeds["auto"][1:], strict=True)]
         same = all(one == answers[0] for one in answers)
         middle = {mode: round(median(known[1:])) for mode, known in speeds.items()}

@@ -2,9 +2,9 @@
 
     python docs/publish.py speed h200-7b
 
-The folder of a `bench run` or `bench paper` is copied to docs/results/h200-7b without answers and references, scores
-computed before; then its report is written there as JSON and Markdown, and the page of all results anew. Of a file of
-`benchmarks/concurrency.py` the lines are copied without answers. `python docs/figures.py` updates the documents.
+The folder of a `bench run`, `bench load` or `bench paper` is copied to docs/results/h200-7b without answers and
+references, scores computed before; then its report is written there as JSON and Markdown, and the page of all results
+anew. `python docs/figures.py` updates the documents.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ DIGITS = 6
 def published(records: list[Record]) -> list[Record]:
     """Without texts, but with the scores that need them."""
     scores = [asdict(one) for one in scores_of(of_kind(records, "run"))]
-    kept = [{name: rounded(value) for name, value in record.items() if name not in TEXTS} for record in records]
+    told = [{name: value for name, value in one.items() if name not in TEXTS or is_count(value)} for one in records]
+    kept: list[Record] = [rounded(one) for one in told]
     return kept + ([{"kind": "scores", "scores": scores}] if scores else [])
+
+
+def is_count(value: Any) -> bool:
+    """Of tokens, say: a figure of a load has the name of a text."""
+    return isinstance(value, int)
 
 
 def rounded(value: Any) -> Any:
@@ -60,13 +66,6 @@ def publish(source: Path, place: Path) -> None:
     (place / f"{name}.md").write_text(report.to_markdown(), encoding="utf-8")
 
 
-def publish_load(source: Path, place: Path) -> None:
-    place.mkdir(exist_ok=True)
-    lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
-    kept = [{name: rounded(value) for name, value in line.items() if name != "answers"} for line in lines]
-    (place / "load.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
-
-
 def page_of_all() -> str:
     names = ("report.json", "paper.json")
     places = sorted({file.parent for name in names for file in RESULTS.glob(f"*/{name}")})
@@ -78,5 +77,5 @@ if __name__ == "__main__":
     parser.add_argument("source", type=Path)
     parser.add_argument("name")
     asked = parser.parse_args()
-    (publish if asked.source.is_dir() else publish_load)(asked.source, RESULTS / asked.name)
+    publish(asked.source, RESULTS / asked.name)
     (RESULTS / "all.html").write_text(page_of_all(), encoding="utf-8")

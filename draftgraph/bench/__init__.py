@@ -3,6 +3,7 @@
 >>> pair = draftgraph.load(draft="my-draft")                                    # doctest: +SKIP
 >>> draftgraph.bench.bench_draft(pair, {"sky": ["Why is the sky blue?"]})       # doctest: +SKIP
 >>> draftgraph.bench.bench_run(pair, {"sky": ["Why is the sky blue?"]}, "out")  # doctest: +SKIP
+>>> draftgraph.bench.bench_load(pair, {"sky": ["Why is the sky blue?"]}, "load")  # doctest: +SKIP
 >>> draftgraph.bench.search(pair, {"sky": ["Why is the sky blue?"]}, "search").best.setting    # doctest: +SKIP
 """
 
@@ -12,14 +13,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftgraph.bench.draft import DraftReport, bench_draft
     from draftgraph.bench.inflation import Shape, inflate
+    from draftgraph.bench.load import bench_load
+    from draftgraph.bench.load_report import LoadReport
     from draftgraph.bench.searching import search
     from draftgraph.bench.speed import bench_run
     from draftgraph.bench.speed_report import SpeedReport
 
-__all__ = ["DraftReport", "Shape", "SpeedReport", "bench_draft", "bench_run", "inflate", "search"]
+__all__ = [
+    "DraftReport",
+    "LoadReport",
+    "Shape",
+    "SpeedReport",
+    "bench_draft",
+    "bench_load",
+    "bench_run",
+    "inflate",
+    "search",
+]
 _HOME = {
     "draft": ("DraftReport", "bench_draft"),
     "inflation": ("Shape", "inflate"),
+    "load": ("bench_load",),
+    "load_report": ("LoadReport",),
     "searching": ("search",),
     "speed": ("bench_run",),
     "speed_report": ("SpeedReport",),

@@ -333,29 +333,38 @@ class Elsewhere(Peer):
 
 
 class Vllm(Elsewhere):
-    """`vllm.LLM`, one prompt at a time."""
+    """`vllm.LLM`, one prompt at a time, or so many `sequences`; `sharing` methods of it are in memory together."""
 
     library = "vllm"
 
-    def __init__(self, name: str, watch: Stopwatch, exports: Exports, python: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        watch: Stopwatch,
+        exports: Exports,
+        python: str | None,
+        sequences: int = 1,
+        sharing: int = len(VLLM_METHODS),
+    ) -> None:
         super().__init__(name, watch, exports, python)
+        self._sequences = sequences
         self._on_cuda = self._device.type == "cuda"
         free, total = torch.cuda.mem_get_info(self._device) if self._on_cuda else (0, 1)
-        self._gpu_share = free / total * GPU_SHARE / len(VLLM_METHODS)
+        self._gpu_share = free / total * GPU_SHARE / sharing
 
     def options(self, length: int) -> Record:
         options: Record = {"gpu_memory_utilization": self._gpu_share} if self._on_cuda else {}
         if self.name == "vllm-ngram":
             options["speculative_config"] = {"method": "ngram", "prompt_lookup_max": VLLM_LOOKUP_TOKENS}
-        if self.name == "vllm-draft":
+        if self.name.startswith("vllm-draft"):
             options["speculative_config"] = {"method": "draft_model", "model": str(self._exports.draft)}
         if self.name != "vllm":
-            options["speculative_config"]["num_speculative_tokens"] = DRAFTED
+            options["speculative_config"]["num_speculative_tokens"] = int(self.name.partition("draft-")[2] or DRAFTED)
         return options | {
             "model": str(self._exports.target),
             "dtype": str(self.pair.target.dtype).removeprefix("torch."),
             "max_model_len": length,
-            "max_num_seqs": 1,
+            "max_num_seqs": self._sequences,
             "enable_prefix_caching": False,  # a prompt that is repeated would have no prefill
             "disable_log_stats": False,  # they tell when the first token came
         }
@@ -364,6 +373,12 @@ class Vllm(Elsewhere):
         """Texts end with the target's end tokens alone."""
         ends = {"ignore_eos": True, "stop_token_ids": sorted(request.eos_ids), "detokenize": False}
         return sampling_of(request, self.arguments) | ends
+
+    def answer_all(self, load: Record, prompt: str) -> Record:
+        """Answers of the same length to a load of prompts, sampled as for this one: see `worker.drive`."""
+        sampling = self.sampling(self.request(prompt)) | {"stop_token_ids": []}
+        assert self._worker is not None, "it was prepared"
+        return self._worker.ask({"load": load, "sampling": sampling | {"max_tokens": self.arguments["max_new_tokens"]}})
 
 
 class Llama(Elsewhere):

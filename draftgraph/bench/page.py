@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from draftgraph.bench import reporting, speed_report
+from draftgraph.bench import load_report, reporting, speed_report
+from draftgraph.bench.load_report import LoadReport
 from draftgraph.bench.paper.findings import TEXTS, VERDICTS, Finding, PaperReport
 from draftgraph.bench.paper.items import GRID, PAPER_POINT
 from draftgraph.bench.reporting import REASON, Table, shown_settings
@@ -237,6 +238,26 @@ def speed_part(report: SpeedReport) -> Part:
         [(one.verdict, one.signature, one.line) for one in speed_report.diagnoses(report)],
         speed_report.explanation_of(report),
     )
+
+
+def load_part(report: LoadReport) -> Part:
+    facts = shown_settings(report.configuration, load_report.HIDDEN)
+    facts |= {"measurements": f"{report.measured} of {report.planned}"}
+    return Part(report.title, facts, report.headline, list(load_sections(report)), footnote=report.explanation)
+
+
+def load_sections(report: LoadReport) -> Iterator[Section]:
+    for arrivals, table in zip(report.arrivals, report.tables(), strict=False):
+        charts = []
+        for what, figure in load_report.CHARTS.items():
+            series: dict[str, list[tuple[float, float]]] = {}
+            for (clients, arriving, mode), found in report.cells.items():
+                if arriving == arrivals:
+                    series.setdefault(mode, []).append((float(clients), figure(found)))
+            charts.append(lines(what, series, "clients", logarithmic=True))
+        yield Section(table.title, charts=charts, tables=[replace(table, title="")])
+    if report.failed:
+        yield Section("Not measured", tables=[replace(report.tables()[-1], title="")])
 
 
 def headline(report: SpeedReport) -> str:

@@ -86,8 +86,8 @@ def read_records(folder: Path) -> list[Record]:
         records = records_in(file)
     except OSError as error:
         raise UsageError(f"there are no measurements in {folder}: name the --out folder of bench run") from error
-    if not of_kind(records, "run"):
-        raise UsageError(f"no measurement in {file} is finished: run bench run again")
+    if not of_kind(records, "run") and not of_kind(records, "load"):
+        raise UsageError(f"no measurement in {file} is finished: run the same bench command again")
     return records
 
 

@@ -19,7 +19,7 @@ STRUCTURES: dict[str, GraphConfig] = {
     **{f"graph-{nodes}": GraphConfig(mode="graph", max_nodes=nodes, **BEST_FIRST) for nodes in (16, 32, 64)},
 }
 HF_METHODS = ("hf", "hf-assisted", "hf-assisted-constant", "hf-lookup", "hf-static")
-VLLM_METHODS = ("vllm", "vllm-ngram", "vllm-draft")
+VLLM_METHODS = ("vllm", "vllm-ngram", "vllm-draft", "vllm-draft-3")
 LLAMA_METHODS = ("llama", *(f"llama-ngram-{kind}" for kind in ("simple", "map-k", "map-k4v", "mod", "cache")))
 PEERS = (*HF_METHODS, *VLLM_METHODS, *LLAMA_METHODS)  # of other libraries, timed in the same turns
 MODES = ("off", "chain-4", "chain-8", "tree", "graph", "auto")  # that are timed if none are named

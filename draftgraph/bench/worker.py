@@ -2,7 +2,8 @@
 
 The first line names the library and has its options; the answer tells its version. Every other line is a prompt,
 `{"prompt": [token ids], "sampling": {...}}`, answered with `{"tokens": [...], "first_seconds": ..., "seconds": ...}`:
-to the first token, and from there to the end; llama.cpp tells more. What goes wrong is answered with `{"error": ...}`.
+to the first token, and from there to the end; llama.cpp tells more. A load, `{"load": {...}, "sampling": {...}}`, is
+answered with what `drive` records. What goes wrong is answered with `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 Record = dict[str, Any]
-Answer = Callable[[list[int], Record], Record]  # a prompt and how to sample -> tokens and times
+Answers = dict[str, Callable[..., Record]]  # by what a question holds beside how to sample
+Step = Callable[[], Iterable[tuple[int, list[int], bool]]]  # number, new tokens, whether that was the last of them
 REMEMBERING = "ngram-mod"  # drafts from earlier answers, which would have it copy a prompt's repeats
 
 
@@ -37,11 +39,12 @@ def private_stdout() -> TextIO:
 
 def serve(answers: TextIO) -> None:
     options = json.loads(sys.stdin.readline())
-    about, answer = LIBRARIES[options.pop("library")](**options)
+    about, able = LIBRARIES[options.pop("library")](**options)
     say(answers, about)
     for line in sys.stdin:
         asked = json.loads(line)
-        say(answers, answer(asked["prompt"], asked["sampling"]))
+        kind = next(kind for kind in able if kind in asked)
+        say(answers, able[kind](asked[kind], asked["sampling"]))
 
 
 def say(answers: TextIO, answer: Record) -> None:
@@ -49,7 +52,40 @@ def say(answers: TextIO, answer: Record) -> None:
     answers.flush()
 
 
-def start_vllm(**options: Any) -> tuple[Record, Answer]:
+def drive(load: Record, add: Callable[[int, list[int]], object], step: Step) -> Record:
+    """Asks an engine for answers to all prompts and records when their tokens came, in seconds since the start.
+
+    A closed load is that of so many `clients`, each of which asks again once it is answered. An open one has
+    `arrivals`, in seconds, and waits for no answer: what `step` keeps from being asked in time was due nevertheless.
+    """
+    prompts: Sequence[list[int]] = load["prompts"]
+    clients: int = load["clients"]
+    arrivals: Sequence[float] = load.get("arrivals") or [0.0] * len(prompts)
+    is_open, due = "arrivals" in load, [0.0] * len(prompts)
+    came: list[list[tuple[float, int]]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    asked = unanswered = 0
+    start, now = time.perf_counter(), 0.0
+    while asked < len(prompts) or unanswered:
+        now = time.perf_counter() - start
+        while asked < len(prompts) and (arrivals[asked] <= now if is_open else unanswered < clients):
+            due[asked] = arrivals[asked] if is_open else now
+            add(asked, prompts[asked])
+            asked, unanswered = asked + 1, unanswered + 1
+        if not unanswered:
+            time.sleep(arrivals[asked] - now)
+            continue
+        found = list(step())
+        now = time.perf_counter() - start
+        for number, new, ended in found:
+            if new:
+                came[number].append((now, len(new)))
+                tokens[number] += new
+            unanswered -= ended
+    return {"due": due, "came": came, "tokens": tokens, "seconds": now}
+
+
+def start_vllm(**options: Any) -> tuple[Record, Answers]:
     import vllm
 
     model = vllm.LLM(**options)
@@ -62,10 +98,25 @@ def start_vllm(**options: Any) -> tuple[Record, Answer]:
         first = output.metrics.first_token_ts
         return {"tokens": list(output.outputs[0].token_ids), "first_seconds": first - start, "seconds": end - first}
 
-    return {"library": f"vllm {vllm.__version__}"}, answer
+    def answer_all(load: Record, sampling: Record) -> Record:
+        engine, given = model.llm_engine, vllm.SamplingParams(**sampling)
+        known = [0] * len(load["prompts"])
+
+        def add(number: int, prompt: list[int]) -> None:
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, given)
+
+        def step() -> Iterable[tuple[int, list[int], bool]]:
+            for output in engine.step():
+                number, tokens = int(output.request_id), output.outputs[0].token_ids
+                yield number, list(tokens[known[number] :]), output.finished
+                known[number] = len(tokens)
+
+        return drive(load, add, step)
+
+    return {"library": f"vllm {vllm.__version__}"}, {"prompt": answer, "load": answer_all}
 
 
-def start_llama(model: str, drafts: str | None, context: int, threads: int) -> tuple[Record, Answer]:
+def start_llama(model: str, drafts: str | None, context: int, threads: int) -> tuple[Record, Answers]:
     """`drafts` is a kind of llama.cpp's speculation, as in ngram-simple."""
     import xllamacpp
 
@@ -98,7 +149,7 @@ def start_llama(model: str, drafts: str | None, context: int, threads: int) -> t
             **memory(),
         }
 
-    return about, answer
+    return about, {"prompt": answer}
 
 
 def memory() -> Record:
@@ -111,7 +162,7 @@ def memory() -> Record:
     return {"resident_bytes": int(peak.split()[1]) * 1024}
 
 
-LIBRARIES: dict[str, Callable[..., tuple[Record, Answer]]] = {"vllm": start_vllm, "llama": start_llama}
+LIBRARIES: dict[str, Callable[..., tuple[Record, Answers]]] = {"vllm": start_vllm, "llama": start_llama}
 
 if __name__ == "__main__":  # vLLM's own processes import this file
     main()

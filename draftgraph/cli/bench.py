@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
+from draftgraph.bench.load_report import LoadReport
 from draftgraph.bench.paper.items import FOREIGN, MAIN, SIZES, UNLIKE, refuse_draft_names
 from draftgraph.bench.reporting import MEAN, REASON
 from draftgraph.bench.reporting import Table as Titled
@@ -64,7 +65,8 @@ def draft(
     out: str | None = None,
 ) -> None:
     """Measure how often a draft agrees with the target, and the tokens per pass that it gives."""
-    found, wanted, degrees = read_tasks(data, listed(tasks), prompts), chosen(listed(structures)), numbers(temperatures)
+    found, wanted = read_tasks(data, listed(tasks), prompts), chosen(listed(structures))
+    degrees = numbers("temperatures", temperatures, 0)
     if out is not None:
         refuse_unwritable(Path(out))
     pair = load_pair(replace(settings, draft=folder))
@@ -149,6 +151,55 @@ def run(
     show_report(measured, settings)
 
 
+def load(
+    out: str,
+    settings: Settings,
+    data: list[str] | None = None,
+    inflate: str | None = None,
+    tasks: str | None = None,
+    prompts: int = 8,
+    new_tokens: int = 128,
+    modes: str = "off,auto",
+    clients: str = "1,4,16,64",
+    arrivals: str = "closed",
+    repeats: int = 3,
+    first_ms: float = 1000.0,
+    token_ms: float = 100.0,
+    vllm: str | None = None,
+    seconds: float | None = None,
+) -> None:
+    """Put modes under the load of many clients, in turns; stopped at any time, the same command goes on."""
+    start = time.monotonic()
+    refuse_unknown_shape(inflate)
+    found, sampling = read_tasks(data or [OWN], listed(tasks), prompts), settings.sampling_arguments()
+    levels = [int(value) for value in numbers("clients", clients, 1)]
+    pair = load_pair(settings)
+    with busy("starting"):
+        from draftgraph.bench.load import Promise, bench_load
+    measured = bench_load(
+        pair,
+        found,
+        Path(out),
+        modes=listed(modes),
+        clients=levels,
+        arrivals=listed(arrivals),
+        inflate=inflate,
+        max_new_tokens=new_tokens,
+        repeats=repeats,
+        temperature=sampling.get("temperature"),
+        top_p=sampling.get("top_p"),
+        seed=sampling.get("seed", 0),
+        promise=Promise(first_ms, token_ms),
+        vllm=vllm,
+        seconds=time_left(seconds, start),
+        names=shown_names(settings),
+    )
+    if measured.measured < measured.planned:
+        kept = f"{measured.measured} of {measured.planned} measurements are in {Path(out) / FILE}"
+        complain(f"{kept}: the same command goes on")
+    show_report(measured, settings)
+
+
 def paper(
     out: str,
     settings: Settings,
@@ -214,14 +265,15 @@ def report(folders: list[str], settings: Settings, out: str | None = None) -> No
         show_report(one, settings)
 
 
-def read_report(folder: Path) -> SpeedReport | PaperReport:
-    """Of a run, or of a study, which has a folder for every item."""
+def read_report(folder: Path) -> SpeedReport | LoadReport | PaperReport:
+    """Of a run, of a load, or of a study, which has a folder for every item."""
     if not (folder / FILE).exists() and any(folder.glob(f"*/{FILE}")):
         from draftgraph.bench.paper.findings import PaperReport
 
         if (study := PaperReport.of(folder)) is not None:
             return study
-    return SpeedReport.of(read_records(folder))
+    records = read_records(folder)
+    return LoadReport.of(records) if records[0].get("measures") == "load" else SpeedReport.of(records)
 
 
 def write_page(parts: list[Part], markdown: str, file: Path) -> None:
@@ -243,16 +295,16 @@ def listed(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
-def numbers(text: str) -> list[float]:
-    """Temperatures, each once."""
+def numbers(name: str, text: str, least: float) -> list[float]:
+    """Each once."""
     try:
         values = [float(value) for value in listed(text)]
     except ValueError as error:
-        raise UsageError(f"temperatures must be numbers with commas between, as in 0,0.7, not {text!r}") from error
+        raise UsageError(f"{name} must be numbers with commas between, as in 1,4, not {text!r}") from error
     for value in values:
-        refuse_outside("temperatures", value, 0)
+        refuse_outside(name, value, least)
     if not values:
-        raise UsageError("temperatures must name at least one, as in 0,0.7")
+        raise UsageError(f"{name} must hold at least one number, as in 1,4")
     return list(dict.fromkeys(values))
 
 
@@ -291,11 +343,13 @@ def shown_name(model: str) -> str:
     return place.absolute().name if place.exists() else model
 
 
-def show_report(one: SpeedReport | PaperReport, settings: Settings) -> None:
+def show_report(one: SpeedReport | LoadReport | PaperReport, settings: Settings) -> None:
     from draftgraph.bench.speed_report import explanation_of, settings_of, tables, title_of
 
     if settings.json:
         write_json(one.to_dict())
+    elif isinstance(one, LoadReport):
+        show_tables(one.tables(), f"{one.explanation}\n{one.title}; {one.settings}")
     elif not isinstance(one, SpeedReport):
         for finding in one.findings:
             console().print(finding.question, style="bold", soft_wrap=True)
@@ -482,5 +536,6 @@ SIZED: dict[str, Iterable[str]] = {"suite": SUITES, "inflate": SHAPES, "size": S
 register(app, draft, only=("target", "device", "dtype", "seed", *REPORTS))
 only = (*MODELS, "temperature", "top_p", "seed", "profile", *REPORTS)
 register(app, run, only=only, choices=SIZED, usual=DEFAULT, modes=ALL_MODES)
+register(app, load, only=(*MODELS, "temperature", "top_p", "seed", *REPORTS), choices=SIZED)
 register(app, report, only=REPORTS)
 register(app, paper, only=(*MODELS, "seed", *REPORTS), choices=SIZED)
