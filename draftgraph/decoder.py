@@ -129,7 +129,8 @@ class GraphDecoder:
         if self.draft_model is not None:
             draft = engine_for(self.draft_model, slots)
             vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
-        return Engines(engine_for(self.target_model, slots), draft, vocabulary, inexactness(self.target_model))
+        target = engine_for(self.target_model, slots, self.config.exact)
+        return Engines(target, draft, vocabulary, inexactness(self.target_model, self.config.exact))
 
     @property
     def vocabulary_size(self) -> int:

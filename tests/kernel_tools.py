@@ -32,3 +32,53 @@ def strict_interpreter() -> Iterator[Callable[..., Any]]:
         pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
     with interpreter(initializer=torch.use_deterministic_algorithms, initargs=(True,)) as call:
         yield call
+
+
+@contextmanager
+def in_one_order(**names: Any) -> Iterator[Callable[..., Any]]:
+    """The same, where every sum of a product is formed in the order of its terms, as hardware does, and does not depend
+    on the shape of the tile. `names`: constants of `exact_attention` or `exact_linear` that are others there."""
+    with strict_interpreter() as call:
+        call(_sum_in_order, names)
+        yield call
+
+
+def _sum_in_order(names: dict[str, int]) -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter as ours
+
+    from draftgraph.kernels import exact_attention, exact_linear
+
+    def numbers(handle: Any) -> Any:
+        if handle.dtype.scalar == tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return handle.data.astype(np.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        first, second, found = numbers(a), numbers(b), d.data.copy()
+        for step in range(first.shape[1]):
+            found = found + first[:, step, None] * second[None, step]
+        return ours.TensorHandle(found, d.dtype.scalar)
+
+    ours.InterpreterBuilder.create_dot = create_dot
+    for name, value in names.items():
+        for module in (exact_attention, exact_linear):
+            if hasattr(module, name):
+                known = getattr(module, name)
+                setattr(module, name, value if isinstance(known, int) else tl.constexpr(value))
+
+
+def ptx_of(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], options: dict[str, int]) -> str:
+    """What a kernel is compiled to for a Hopper chip: pointers and strides are multiples of 16, as they mostly are."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = [name.endswith(("_row", "_head", "_node", "_slot", "inputs")) for name in kernel.arg_names]
+    places = [place for place, kind in enumerate(signature.values()) if kind.startswith("*") or aligned[place]]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in places}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
+    code: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return code

@@ -20,7 +20,7 @@ from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.eager import EagerEngine
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.protocol import Ranking, Segment
-from draftgraph.engine.selfcheck import engine_for
+from draftgraph.engine.selfcheck import engine_for, inexactness
 
 
 def story_by_kernels(name: str) -> list[Tensor]:
@@ -123,6 +123,13 @@ def test_everybody_gets_what_he_would_get_alone_on_cuda(name: str, slots: int) -
 def test_half_precision_is_packed_and_captured(dtype: torch.dtype) -> None:
     for family in ("llama", "gemma3", "mixtral", "opt"):
         assert type(engine_for(target_of(family).to("cuda", dtype), 1024)) is PagedEngine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_half_precision_in_order_has_the_bits_of_passes_over_one_node(family: str, dtype: torch.dtype) -> None:
+    assert inexactness(target_of(family).to("cuda", dtype), exact=True) is None
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftgraph import private
 from draftgraph.engine.capture import Captured
-from draftgraph.kernels import fused, linear
+from draftgraph.kernels import exact_linear, fused, linear
 from draftgraph.kernels.fused import ACTIVATIONS, NORM_STYLES, NormStyle
 from draftgraph.kernels.triton_or_stub import compiles_for
 
@@ -238,6 +238,32 @@ def product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
     found = linear.way_for(len(rows), group, Captured)(rows, module.weight)
     if module.bias is not None:
         found = found + module.bias
+    return found.reshape(*given.shape[:-1], len(module.weight))
+
+
+class ExactLinears:
+    """All linear layers of a model in half precision: while `borrowed`, each row has the same bits in every pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._lock = pass_lock(model)
+        with self._lock:
+            found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_half(module)]
+        self._forwards: Forwards = [(vars(module), partial(exact_product, module)) for module in found]
+
+    def begin(self) -> None: ...
+
+    def borrowed(self, rows: int) -> AbstractContextManager[None]:
+        return other_forwards(self._lock, self._forwards)
+
+
+def is_half(module: nn.Linear) -> bool:
+    """A plain layer with weights of 16 bits."""
+    untouched = type(module) is nn.Linear and "forward" not in vars(module)
+    return untouched and type(module.weight) is nn.Parameter and module.weight.dtype in exact_linear.DTYPES
+
+
+def exact_product(module: nn.Linear, given: Tensor) -> Tensor:
+    found = exact_linear.exact_linear(given.reshape(-1, given.shape[-1]), module.weight, module.bias)
     return found.reshape(*given.shape[:-1], len(module.weight))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from draftgraph.engine.adapters import Adapters
 from draftgraph.engine.attention import NAME
 from draftgraph.engine.borrowing import (
+    ExactLinears,
     Fusions,
     NarrowLinears,
     borrowed_attention,
@@ -89,9 +90,15 @@ class PagedEngine:
     most: int | None = None
 
     def __init__(
-        self, model: Any, slots: int | None = None, captured: bool | None = None, compiled: bool = True
+        self,
+        model: Any,
+        slots: int | None = None,
+        captured: bool | None = None,
+        compiled: bool = True,
+        exact: bool = False,
     ) -> None:
-        """`compiled`: on a CPU passes run without the model's modules, if these are of known parts."""
+        """`compiled`: on a CPU passes run without the model's modules, if these are of known parts; `exact`: on a GPU
+        in half precision a node's logits depend on its own path alone, as far as our kernels can see to it."""
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
         self.model, self.adapters, self._taps = model, Adapters(model, {}), Taps(model)
@@ -108,7 +115,7 @@ class PagedEngine:
         grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
         # Our attention in place of the one that the user chose, and experts that can be captured.
         self._lent = {"_attn_implementation": NAME} | ({} if grouped else {"_experts_implementation": "batched_mm"})
-        self._compiles = compiled and not self.captured
+        self._compiles, self._exact = compiled and not self.captured, exact
         self._program: Program | None = None
         self._borrow()
         self._samples = True  # unless there was no memory for it
@@ -125,7 +132,7 @@ class PagedEngine:
         if self._program is not None:
             self._program.read_states(self._taps.reads)
         self._packed = is_packed(self.model)
-        self._linears = NarrowLinears(self.model)
+        self._linears = ExactLinears(self.model) if self._exact else NarrowLinears(self.model)
         self._fusions = Fusions(self.model)
         self._state = fingerprint(self.model)
 
@@ -288,7 +295,7 @@ class PagedEngine:
         return recorded
 
     def _record(self, shape: PassShape, wanted: Wanted | None) -> Recorded:
-        data = PassData(shape, self.most_pages, self.slots, self.device)
+        data = PassData(shape, self.most_pages, self.slots, self.device, self._exact)
         if self._states_width:
             data.states = torch.zeros((shape.nodes, self._states_width), dtype=self.model.dtype, device=self.device)
         kept = None if shape.scored == shape.nodes else torch.arange(max(1, shape.scored), device=self.device)

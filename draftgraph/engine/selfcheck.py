@@ -31,8 +31,10 @@ from draftgraph.errors import UnsupportedModelError, UsageError, one_line
 from draftgraph.files import PACKED, replacing
 from draftgraph.graph import Bools, Ints
 from draftgraph.hardware import digest, processor
+from draftgraph.kernels.exact_linear import DTYPES
 from draftgraph.kernels.linear import file_of
 from draftgraph.kernels.packed import is_packed, still_torch
+from draftgraph.kernels.triton_or_stub import compiles_for
 from draftgraph.notices import notice
 
 TEXT_LENGTH = 5
@@ -54,29 +56,38 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _verdicts: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def engine_for(model: Any, slots: int | None = None) -> Engine:
+def engine_for(model: Any, slots: int | None = None, exact: bool = False) -> Engine:
     """An engine for a model that passed the check: paged where that can be, else plain passes; a model that cannot
     branch is given chains only. `slots`: the bound of the pool; None: it grows."""
     abilities, kind = abilities_of(model), asked_engine()
     if abilities["paged"]:
-        return PagedEngine(model, slots, captured_on(model, kind), abilities["compiled"])
+        return PagedEngine(model, slots, captured_on(model, kind), abilities["compiled"], exact and has_order(model))
     if slots is not None:
         notice(f"{type(unwrapped(model)).__name__} reads one text at a time, and slower: {abilities['problem']}")
     return EagerEngine(model, abilities["branching"], abilities["offsets"])
 
 
-def inexactness(model: Any) -> str | None:
+def inexactness(model: Any, exact: bool = False) -> str | None:
     """Why modes and batches may give other tokens than plain decoding, where two are almost equally likely; None: a
-    node's logits have the same bits whatever else is in its pass."""
-    abilities = abilities_of(model)
-    if "inexact" not in abilities:
+    node's logits have the same bits whatever else is in its pass. `exact`: in an engine that was asked for it."""
+    abilities, ordered = abilities_of(model), exact and has_order(model)
+    name = "inexact in order" if ordered else "inexact"
+    if name not in abilities:
         with short_windows(model):
-            found = problem_of(partial(bit_difference, model, abilities))
+            found = problem_of(partial(bit_difference, model, abilities, ordered))
         if isinstance(found, ShortOfMemory):
             return found
-        abilities["inexact"] = found
+        abilities[name] = found
         keep_verdict(model, *_verdicts.get(model, (_key_of(model), abilities)))
-    return abilities["inexact"]  # type: ignore[no-any-return]
+    if abilities[name] is not None and not ordered and has_order(model):
+        return f"{abilities[name]} (but perhaps not in a decoder that is made with GraphConfig(exact=True))"
+    return abilities[name]  # type: ignore[no-any-return]
+
+
+def has_order(model: Any) -> bool:
+    """Whether kernels are there that form every sum in an order of its own."""
+    weight = model.get_input_embeddings().weight
+    return weight.dtype in DTYPES and compiles_for(weight.device)
 
 
 def abilities_of(model: Any) -> dict[str, Any]:
@@ -255,12 +266,12 @@ def plain_context(model: Any, offsets: bool) -> EagerContext:
     return EagerEngine(model, offsets=offsets).open()
 
 
-def bit_difference(model: Any, abilities: dict[str, Any]) -> str | None:
+def bit_difference(model: Any, abilities: dict[str, Any], exact: bool = False) -> str | None:
     """Where the logits of a path are other bits than those of passes over one node, or None: in wider passes, beside
     another sequence, and behind a text that was read in pieces."""
     if abilities["paged"]:  # captured passes compute as those of the same width that are not
         compiled = abilities["compiled"] and not captured_on(model, asked_engine())
-        engine: Engine = PagedEngine(model, CHECKED, False, compiled)
+        engine: Engine = PagedEngine(model, CHECKED, False, compiled, exact)
     else:
         engine = EagerEngine(model, abilities["branching"], abilities["offsets"])
     tokens, text = _sample_tokens(model, WIDTHS[-1], MORE)

@@ -41,6 +41,7 @@ class PagedPass:
     positions: Tensor  # int64 [1, nodes]
     scratch_positions: Tensor  # int [sequences, words * 64]
     most_nodes: int  # of any one sequence: a shape
+    exact: bool = False  # whether a node's bits may depend on its own path alone: see `exact_attention`
     views: dict[int | None, list[View]] = field(default_factory=dict, compare=False)  # of the reference, by window
 
     @property
