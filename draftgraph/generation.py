@@ -106,7 +106,7 @@ REFUSED = {
     "prompt_lookup_num_tokens": 'mode="auto" copies from the text by itself',
     "assistant_early_exit": "pass a draft model instead",
     "speculation_type": "draftgraph has its own drafting: see GraphConfig",
-    "use_mtp": "draftgraph has its own drafting: see GraphConfig",
+    "use_mtp": 'draftgraph has its own drafting: load the target with draft="mtp"',
     "is_assistant": "draftgraph decodes a target, not an assistant",
     "token_healing": "heal the prompt with target.heal_tokens before generating",
     "cache_implementation": "draftgraph keeps its own cache",

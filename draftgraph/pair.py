@@ -231,9 +231,10 @@ def load(
 
     Args:
         target: Left out: the default model, SmolLM2-135M-Instruct.
-        draft: A model with the target's tokenizer, or a folder that `draftgraph.distill` wrote. The default model comes
-            with one; `"none"` leaves it out, and `"self"` lets the target draft for itself: slow, but good for
-            looking at graphs.
+        draft: A model with the target's tokenizer, a folder that `draftgraph.distill` wrote, or that of a trained head
+            (EAGLE-3, DFlash, JetSpec, MTP). `"mtp"`: the layer for multi-token prediction in the target's own
+            checkpoint. The default model comes with a draft; `"none"` leaves it out, and `"self"` lets the target
+            draft for itself: slow, but good for looking at graphs.
         device: Left out: a GPU if there is one.
         dtype: Left out: on a CPU as the file has the weights, on CUDA bfloat16.
         revision: Of the target on the hub.
@@ -259,9 +260,21 @@ def load(
         return Pair(target_model, None, tokenizer)
     if is_draft_folder(draft):
         return Pair(target_model, load_draft(Path(draft), target_model), tokenizer)
+    if (head := trained_head(draft, target_model, revision, **model_kwargs)) is not None:
+        return Pair(target_model, head, tokenizer)
     if draft is target_model or (isinstance(draft, str) and draft in ("self", target)):
         return Pair(target_model, target_model, tokenizer)
     draft_model, draft_tokenizer = load_model(draft, role="draft", **options)
     if tokenizer is not None and draft_tokenizer is not None:
         check_same_tokens(tokenizer, draft_tokenizer)
     return Pair(target_model, draft_model, tokenizer)
+
+
+def trained_head(draft: Any, target: Any, revision: str | None, **options: Any) -> Any:
+    """The head in a folder, or in the target's own checkpoint; None where no head is named."""
+    from draftgraph.models.heads.formats import is_head_folder, load_head
+    from draftgraph.models.heads.mtp import load_mtp
+
+    if isinstance(draft, str) and draft == "mtp":
+        return load_mtp(target, revision, **options)
+    return load_head(draft, target) if is_head_folder(draft) else None

@@ -110,6 +110,20 @@ def reference_block_head(target, family="qwen3", layers=2, columns=VOCABULARY, r
     return randomised(head)
 
 
+def reference_mtp_head(target):
+    """An MTP head of speculators with random weights, for two levels."""
+    speculators = reference()
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+
+    made = made_for(target, speculators, "mtp", 2)
+    torch.manual_seed(1)
+    head = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=target.config, speculators_config=made))
+    head.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight.data)
+    head.lm_head.weight.data.copy_(target.lm_head.weight.data)
+    del head.verifier_lm_head
+    return randomised(head)
+
+
 def fill_vocabulary(head, target):
     rows = target.lm_head.weight.data
     if head.use_draft_vocab:

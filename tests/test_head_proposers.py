@@ -15,7 +15,7 @@ import pytest
 import torch
 from families import target_of
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching.batch import Batch
@@ -25,12 +25,13 @@ from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Segment
 from draftgraph.generation import prepare
 from draftgraph.models.heads.block import new_block_head
+from draftgraph.models.heads.mtp import filled_mtp, layouts_behind
 from draftgraph.models.heads.states import new_states_head
 from draftgraph.sequence import Sequence
 from draftgraph.stats import Step
 
 VOCABULARY, NEW_TOKENS = 97, 24
-HEADS = ("states", "states, two layers and a map", "block", "causal block")
+HEADS = ("states", "states, two layers and a map", "mtp", "block", "causal block")
 ENGINES = ("paged", "modules", "static", "eager")
 SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 4}
 
@@ -54,10 +55,21 @@ def head(kind: str) -> Any:
         "states, two layers and a map": lambda: new_states_head(
             model, odd, layers=2, reads=[4, 0], initializer_range=0.2
         ),
+        "mtp": lambda: new_mtp_head(model),
         "block": lambda: new_block_head(model, 5, 3, reads=[1, 4], initializer_range=0.2),
         "causal block": lambda: new_block_head(model, 5, 3, 2, causal=True, reads=[2], initializer_range=0.2),
     }
     return made[kind]().eval()
+
+
+def new_mtp_head(model: Any) -> Any:
+    hidden = model.config.hidden_size
+    config = LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": 1, "initializer_range": 0.2})
+    layer = {name: weight for name, weight in LlamaModel(config).state_dict().items() if "embed" not in name}
+    tensors = {f"decoder.{name}": weight for name, weight in layer.items()}
+    tensors |= {"token_norm.weight": torch.ones(hidden), "state_norm.weight": torch.ones(hidden)}
+    tensors["fc.weight"] = 0.2 * torch.randn(hidden, 2 * hidden)
+    return filled_mtp(LlamaModel, model.config, tensors, layouts_behind(4)[1], model, "this")
 
 
 @pytest.fixture(params=HEADS)

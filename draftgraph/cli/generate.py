@@ -65,6 +65,7 @@ PHASES = {
 }
 DRAFTERS = {
     None: "the draft of the default model",
+    "mtp": "the MTP layer of the target's checkpoint",
     "self": "the target itself",
     "none": "no model, copies from the text only",
 }

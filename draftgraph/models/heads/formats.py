@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, Qwen3Config
+from transformers import MODEL_MAPPING, AutoConfig, Qwen3Config
 
 from draftgraph import private
 from draftgraph.engine.borrowing import unwrapped
@@ -18,13 +18,14 @@ from draftgraph.errors import LoadError, UsageError, one_line
 from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.models.draft import WEIGHTS, is_packed, is_plain, lend_output_rows, name_of, own_weights, text_config
 from draftgraph.models.heads.block import BlockHead
-from draftgraph.models.heads.head import Head, lent_embedding
+from draftgraph.models.heads.files import read_tensors, tensor_files
+from draftgraph.models.heads.head import Head, fill, lent_embedding
+from draftgraph.models.heads.mtp import OF_SPECULATORS, MtpHead, filled_mtp
 from draftgraph.models.heads.states import CHOICES, LAYERS, StatesHead, default_reads
 from draftgraph.notices import notice
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")  # written by trainers, not read here
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 PLACES = {"midlayer.": "layers.0.", "model.": ""}  # names of tensors, as others begin them
 SPECULATORS = "0.9.0"  # whose format we write
 UNSUPPORTED = {
@@ -32,7 +33,6 @@ UNSUPPORTED = {
     "dspark": "DSpark",
     "eagle": "EAGLE of the first or second kind",
     "medusa": "Medusa",
-    "mtp": "MTP outside its target's checkpoint",
     "peagle": "P-EAGLE",
     "xpress": "XPress",
 }
@@ -81,7 +81,8 @@ def family_of(content: dict[str, Any]) -> str | None:
 def load_head(folder: Any, target: Any) -> Any:
     """The head in a folder, beside its target, in the target's dtype and place.
 
-    The formats are EAGLE-3 (of its authors, SpecForge and speculators), DFlash (z-lab and speculators) and JetSpec.
+    The formats are EAGLE-3 (of its authors, SpecForge and speculators), DFlash (z-lab and speculators), JetSpec and MTP
+    (speculators; `load_mtp` loads that in a target's own checkpoint).
     """
     folder, target = Path(folder).expanduser(), unwrapped(target)
     try:
@@ -90,9 +91,9 @@ def load_head(folder: Any, target: Any) -> Any:
         raise LoadError(f"the head in {folder} cannot be read ({one_line(error)}): copy it again") from error
     family = family_of(content) if isinstance(content, dict) else None
     if family not in READERS:
-        what = UNSUPPORTED.get(family or "", family)
+        what, known = UNSUPPORTED.get(family or "", family), "an EAGLE-3, DFlash, JetSpec or MTP head"
         raise UsageError(
-            f"{folder} holds a head of the kind {what}, which is not supported: give an EAGLE-3, DFlash or JetSpec head"
+            f"{folder} holds a head of the kind {what}, which is not supported: give {known}"
             if what
             else f"{folder} holds no trained head: its config.json names none of the known formats"
         )
@@ -104,7 +105,11 @@ def load_head(folder: Any, target: Any) -> Any:
             raise UsageError(f"the head in {folder} cannot be used: {error}") from error
         raise LoadError(f"the configuration in {folder} is damaged ({one_line(error)}): copy the head again") from error
     refuse_another_target(folder, found, config, target)
-    head = filled_head(folder, found.kind, config, tensors_in(folder), target)
+    if found.kind is MtpHead:
+        where, tensors = f"the head in {folder}", OF_SPECULATORS.read(tensor_files(folder))
+        head = filled_mtp(MODEL_MAPPING[type(config)], config, tensors, OF_SPECULATORS, target, where)
+    else:
+        head = filled_head(folder, found.kind, config, tensors_in(folder), target)
     head.config.name_or_path = str(folder)
     return head
 
@@ -165,10 +170,17 @@ def read_zlab(content: dict[str, Any]) -> HeadFormat:
     return HeadFormat(BlockHead, layers, reads, fields, target_layers=content.get("num_target_layers"))
 
 
+def read_speculators_mtp(content: dict[str, Any]) -> HeadFormat:
+    layers = {"model_type": "qwen2"} | content["transformer_layer_config"]  # its default
+    count = layers["num_hidden_layers"]
+    return HeadFormat(MtpHead, layers, [count], {}, verifier_of(content), count)
+
+
 READERS: dict[str, Callable[[dict[str, Any]], HeadFormat]] = {
     "eagle3 of Llama": read_eagle,
     "eagle3": read_speculators_eagle,
     "dflash": read_speculators_block,
+    "mtp": read_speculators_mtp,
     "zlab": read_zlab,
 }
 
@@ -182,7 +194,7 @@ def head_config(found: HeadFormat, target: Any) -> Any:
     """The configuration of our module."""
     given = {name: value for name, value in found.layers.items() if name not in ("auto_map", "architectures", "dtype")}
     kind, count = given.pop("model_type"), text_config(target.config).num_hidden_layers
-    if kind not in LAYERS:
+    if kind not in LAYERS and found.kind is not MtpHead:  # whose layer is of the target's class
         raise UsageError(f"its layers are of the kind {kind}, and only those of {' and '.join(LAYERS)} are supported")
     config = AutoConfig.for_model(kind, **given)
     if found.kind is BlockHead and kind != "qwen3":  # every block head has the layers of Qwen3, whoever lent the sizes
@@ -192,7 +204,7 @@ def head_config(found: HeadFormat, target: Any) -> Any:
     for name, value in found.fields.items():
         setattr(config, name, value)
     config.reads, config.tie_word_embeddings = list(reads), False
-    config.draft_vocab_size = config.draft_vocab_size or config.vocab_size
+    config.draft_vocab_size = getattr(config, "draft_vocab_size", None) or config.vocab_size
     config.target_hidden_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     if found.kind is BlockHead and (config.block_size is None or config.mask_token_id is None):
         raise UsageError("its configuration names no block_size or no mask_token_id: ask who published it for both")
@@ -230,33 +242,7 @@ def refuse_another_target(folder: Path, found: HeadFormat, config: Any, target: 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, under the names of our modules."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    files = weights_files(folder)
-    if not files:
-        pickle = next((file.name for kind in PICKLES for file in sorted(folder.glob(kind))), None)
-        raise UsageError(
-            f"{folder} holds no safetensors file"
-            + (f" but a pickle, {pickle}, which can run code" if pickle else "")
-            + ": convert it where you trust it, with safetensors.torch.save_file(torch.load(FILE, weights_only=True), "
-            "'model.safetensors')"
-        )
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise LoadError(f"{file} cannot be read ({one_line(error)}): copy the head again") from error
-    return {our_name(name): value for name, value in tensors.items()}
-
-
-def weights_files(folder: Path) -> list[Path]:
-    """The files of the head, and not others beside them, such as a checkpoint of its training."""
-    index = folder / (WEIGHTS + ".index.json")
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return [folder / WEIGHTS] if (folder / WEIGHTS).exists() else sorted(folder.glob("*.safetensors"))
+    return {our_name(name): value for name, value in read_tensors(tensor_files(folder)).items()}
 
 
 def our_name(name: str) -> str:
@@ -283,7 +269,7 @@ def filled_head(folder: Path, kind: type[Head], config: Any, tensors: dict[str, 
         lend_output_rows(head, target, token_map)
     elif token_map is not None:
         head.register_buffer("token_map", token_map, persistent=False)
-    fill(folder, head, tensors, {name.partition(".")[0] for name in lent})
+    fill(f"the head in {folder}", head, tensors, {name.partition(".")[0] for name in lent})
     return head.to(embedding.weight.device).eval().requires_grad_(False)
 
 
@@ -308,20 +294,6 @@ def token_map_of(folder: Path, config: Any, tensors: dict[str, Tensor]) -> Tenso
     if int(found.min()) < 0 or int(found.max()) >= config.vocab_size:
         raise UsageError(f"d2t of the head in {folder} names tokens outside of the vocabulary: copy the head again")
     return found
-
-
-def fill(folder: Path, head: Any, tensors: dict[str, Tensor], lent: set[str]) -> None:
-    """Copies tensors into a head and refuses what is missing, left over or of another shape, by name."""
-    given = {name: value for name, value in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    own = {name: value for name, value in head.state_dict().items() if name.partition(".")[0] not in lent}
-    missing, extra = [name for name in own if name not in given], [name for name in given if name not in own]
-    resized = [name for name in own if name in given and own[name].shape != given[name].shape]
-    for what, names in (("lacks", missing), ("has unknown tensors:", extra), ("has another size of", resized)):
-        if names:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise UsageError(f"the head in {folder} {what} {', '.join(names[:4])}{more}: copy or convert it again")
-    for name, value in own.items():
-        value.copy_(given[name])
 
 
 def export_head(head: Any, target: Any, folder: Any) -> None:

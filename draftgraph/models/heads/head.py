@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import ModelOutput
 
 from draftgraph import private
+from draftgraph.errors import UsageError
 from draftgraph.models.draft import lend_output_rows, text_config
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -111,3 +113,23 @@ def bare_head(kind: type[Any], config: Any, target: Any, token_map: Tensor | Non
     head.set_input_embeddings(lent_embedding(target))
     lend_output_rows(head, target, token_map)
     return head.to(target.get_input_embeddings().weight.device)
+
+
+def fill(where: str, head: Any, tensors: dict[str, Tensor], lent: set[str], named: Callable[[str], str] = str) -> None:
+    """Copies tensors into a head, its lent parts apart, and refuses what does not fit, by name. `where`: what holds the
+    tensors; `named`: what they are called there."""
+    given = {name: value for name, value in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    own = {name: value for name, value in head.state_dict().items() if name.partition(".")[0] not in lent}
+    missing, extra = [name for name in own if name not in given], [name for name in given if name not in own]
+    resized = [name for name in own if name in given and own[name].shape != given[name].shape]
+    refuse_misfits(where, map(named, missing), map(named, extra), map(named, resized))
+    for name, value in own.items():
+        value.copy_(given[name])
+
+
+def refuse_misfits(where: str, missing: Iterable[str], extra: Iterable[str], resized: Iterable[str]) -> None:
+    """Tensors that are not there, left over or of another shape."""
+    for what, found in (("lacks", missing), ("has unknown tensors:", extra), ("has another size of", resized)):
+        if names := list(found):
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise UsageError(f"{where} {what} {', '.join(names[:4])}{more}: copy or convert it again")
