@@ -147,7 +147,7 @@ class Sequence:
         adapter: int = 0,  # of the target; see `Adapters`
         past: Past | None = None,  # answers that it may copy from
         guide: Guide | None = None,  # what its processors are going to do
-        on_prompt: Callable[[Tensor], None] | None = None,  # is given the logits of every piece of the prompt
+        on_prompt: Callable[[Tensor], None] | None = None,  # is given the logits of the prompt, in pieces, once
     ) -> None:
         self.request, self.config, self.outputs = request, config, outputs or Outputs()
         self.tenant, self.adapter, self.past, self.on_prompt = tenant, adapter, past, on_prompt
@@ -165,7 +165,9 @@ class Sequence:
         self.failure: Exception | None = None
         self.admitted: float | None = None  # when it first had contexts
         self.overtaken = 0  # times that others were let in before it
+        self.put_back = 0  # times that it gave up its place after it had been let in
         self.reused = 0  # tokens of the prompt that did not have to be read
+        self._scored = 0  # tokens of the prompt whose logits `on_prompt` was given
         self.began = False  # its prompt has been read: it takes steps
         self.drafts_next = True  # it is to have a graph in the next step
         self.context: Any = None
@@ -249,15 +251,17 @@ class Sequence:
 
     def begin_with_known(self) -> None:
         """Begins with what the engines have of the text; the rest is read piece by piece."""
+        reused = 0
         for context, text in zip(self.contexts, self._texts_read(), strict=True):
             context.expected = self.max_length + self.config.nodes
             context.begin(len(self.text), False)
             waits_for_states = context is not self.context and bool(self.engines.reads)
-            if self.on_prompt is None and (context.reuses or not waits_for_states):
-                reused = context.begin_with(text, self.text[-1])
-                self.reused = reused if context is self.context else self.reused
+            if not self._scores_prompt and (context.reuses or not waits_for_states):
+                known = context.begin_with(text, self.text[-1])
+                reused = known if context is self.context else reused
         self._read_states_again()
-        self.reused = min(self.reused, len(self.context.text))
+        if not self.put_back:  # else it finds what it has read itself
+            self.reused = min(reused, len(self.context.text))
 
     def _read_states_again(self) -> None:
         """Nobody keeps states: the target reads again what a draft that needs them has not read."""
@@ -279,10 +283,14 @@ class Sequence:
         """The same of the draft, which may also have missed some of the answer."""
         return 0 if self.draft is None else self.draft.unread(self.text)
 
+    @property
+    def _scores_prompt(self) -> bool:
+        return self.on_prompt is not None and self._scored < self.prompt_length - 1
+
     def piece(self, count: int) -> Segment:
         """The next tokens of the prompt, for the target."""
         start = len(self.context.text)
-        return Segment.of_text(self.context, self.text[start : start + count], self.on_prompt is not None)
+        return Segment.of_text(self.context, self.text[start : start + count], self._scores_prompt)
 
     def draft_piece(self, count: int) -> Segment:
         return self.draft.piece(self.text, count)  # type: ignore[no-any-return]
@@ -292,8 +300,10 @@ class Sequence:
         start = len(self.context.text)
         segment.commit()
         self._note_states(start, result.states)
-        if self.on_prompt is not None:
-            self.on_prompt(result.logits)
+        if self._scores_prompt and self.on_prompt is not None:  # some of it was scored already if it is read again
+            unscored = result.logits[self._scored - start : self.prompt_length - 1 - start]
+            self._scored += len(unscored)
+            self.on_prompt(unscored)
 
     def begin(self) -> None:
         """The prompt has been read: it takes steps from now on."""

@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import count
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftgraph import GraphConfig
 from draftgraph.batching import Job, Limits, Progress, Scheduler
-from draftgraph.engine.pages import PAGE
+from draftgraph.engine.pages import PAGE, OutOfPages
 from draftgraph.errors import UsageError
 from draftgraph.pair import Pair
 from draftgraph.proposers.copying import Past
@@ -102,6 +103,30 @@ def test_a_prompt_can_be_scored(pair, scheduler, max_tokens):
     for place, entry in enumerate(first.prompt_logprobs[1:]):
         assert entry["logprob"] == pytest.approx(expected[place, prompt[place + 1]].item(), abs=1e-5)
         assert entry["top"][0][0] == int(expected[place].argmax())
+
+
+@pytest.mark.parametrize("short", [0, 1, 3, 5, 6, 12])
+def test_a_prompt_that_is_read_again_is_scored_once(pair, monkeypatch, short):
+    """Pages run out in some pass: before the prompt has been read, in the middle of it, and behind it."""
+    scheduler = Scheduler(pair, Limits(texts=4, slots=4096, chunk=16))
+    plain = {"config": {"mode": "off"}}
+    other = Job("other", (1, 2), max_tokens=60, **plain)
+    job = Job("a", tuple(number * 5 % VOCAB for number in range(5 * PAGE)), max_tokens=20, prompt_logprobs=1, **plain)
+    [expected, *_] = answers(scheduler, job)["a"]
+    run_pass, passes = scheduler.batch.engines.target.run, count()
+
+    def run(segments):
+        if len(segments) > 1 and next(passes) == short:
+            raise OutOfPages("planted")
+        return run_pass(segments)
+
+    monkeypatch.setattr(scheduler.batch.engines.target, "run", run)
+    [first, *rest] = answers(scheduler, other, job)["a"]
+    assert next(passes) > short and rest[-1].finish_reason == "length"
+    assert len(tokens([first, *rest])) == 20 and rest[-1].stats["reused_tokens"] == 0
+    assert len(first.prompt_logprobs) == len(job.tokens)
+    for found, known in zip(first.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert found["logprob"] == pytest.approx(known["logprob"], abs=1e-6)
 
 
 def test_penalties_and_bias_do_what_openai_says(pair, scheduler):

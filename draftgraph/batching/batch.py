@@ -166,6 +166,7 @@ class Batch:
         newest.close()
         self.engines.launch_drafts([sequence for sequence in self.running if sequence.began], self._pace.most)
         if isinstance(error, OutOfPages) and self.running:
+            newest.put_back += 1
             self.waiting.put_back(newest)
             return []
         newest.failure = error
