@@ -143,14 +143,16 @@ class Sequence:
         row: int = 0,
         sample: int | None = None,  # which of several with one seed
         outputs: Outputs | None = None,
-        tenant: str = "",  # it may begin with what this tenant's sequences left behind
+        tenant: str = "",  # whose it is
+        reuse_key: str | None = None,  # it may begin with what others of this key left behind; None: the tenant's
         adapter: int = 0,  # of the target; see `Adapters`
         past: Past | None = None,  # answers that it may copy from
         guide: Guide | None = None,  # what its processors are going to do
         on_prompt: Callable[[Tensor], None] | None = None,  # is given the logits of the prompt, in pieces, once
     ) -> None:
         self.request, self.config, self.outputs = request, config, outputs or Outputs()
-        self.tenant, self.adapter, self.past, self.on_prompt = tenant, adapter, past, on_prompt
+        self.tenant, self.reuse_key = tenant, tenant if reuse_key is None else reuse_key
+        self.adapter, self.past, self.on_prompt = adapter, past, on_prompt
         self.guide = guide if config.verification == "keyed" else None  # a rejected draft changes what is chosen
         padding = 0 if request.attention_mask is None else int((request.attention_mask[row] == 0).sum())
         ids = request.input_ids[row : row + 1]
@@ -201,7 +203,7 @@ class Sequence:
         self.context.on_states = None
         if self.draft is not None and self.engines.reads:
             self.context.on_states = lambda states: self._note_states(len(self.context.text) - len(states), states)
-            self.draft.context.tenant = json.dumps([self.tenant, self.text[: self.draft.shift]])  # it reads the rest
+            self.draft.context.tenant = json.dumps([self.reuse_key, self.text[: self.draft.shift]])  # it reads the rest
 
     def _note_states(self, position: int, states: Tensor | None) -> None:
         if self.draft is not None and self.engines.reads and states is not None:

@@ -171,6 +171,23 @@ def test_sequences_join_and_leave_at_any_step(decoder, batch_of):
     check_left_behind(batch)
 
 
+def test_sequences_that_give_way_to_other_tenants_lose_and_repeat_no_token(decoder, batch_of):
+    jobs = asked(24, seed=5)
+    sequences = [sequence_of(decoder, *job, tenant="" if job[-1] % 2 else f"{job[-1]}") for job in jobs]
+    batch, coming, told = batch_of(decoder, 2048, sequences=4), sequences[::2], {one: [] for one in sequences}
+    for sequence in sequences[1::2]:
+        batch.add(sequence)
+    while batch.busy:
+        for sequence, step in batch.step().steps:
+            told[sequence] += step.tokens
+        if coming and (not batch.waiting or [one.tenant for one in batch.running] == 4 * [""]):
+            batch.add(coming.pop())
+    assert not coming and sum(sequence.put_back for sequence in sequences) > 3
+    for sequence, (prompt, arguments, _, seed) in zip(sequences, jobs, strict=True):
+        assert told[sequence] == sequence.new_tokens == alone(decoder, prompt, arguments, seed)
+    check_left_behind(batch)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES | MORE_FAMILIES))
 def test_every_family_in_a_batch(family, batch_of):
     target = target_of(family)

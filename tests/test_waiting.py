@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from test_batch import sequence_of
 
 from draftgraph import GraphConfig, GraphDecoder
-from draftgraph.batching import Batch
+from draftgraph.batching import Batch, Job, Limits, Scheduler
+from draftgraph.batching.batch import PUT_BACK
 from draftgraph.batching.waiting import OVERTAKEN, Waiting
+from draftgraph.pair import Pair
 
 
 class Waiter(SimpleNamespace):
@@ -149,3 +151,88 @@ def test_texts_of_another_tenant_do_not_wait_for_all_of_the_first(decoder):
     batch.add(bob)
     steps_until(batch, lambda: bob.done)
     assert sum(sequence.done for sequence in anna) <= 4
+
+
+class TestGivingWay:
+    """A tenant that has taken all places gives one up for the first text of another."""
+
+    def batch_of(self, decoder, tenant="anna", texts=4, places=4, slots=4096, prompt=20, new=120):
+        batch = Batch(decoder, slots, places)
+        sequences = [made(decoder, prompt + place, new, tenant=tenant) for place in range(texts)]
+        for sequence in sequences:
+            batch.add(sequence)
+        for _ in range(12):
+            batch.step()
+        return batch, sequences
+
+    @pytest.mark.parametrize(("places", "slots", "prompt"), [(4, 4096, 20), (8, 512, 75)])  # places or pages are short
+    def test_another_tenant_gets_its_first_token_within_a_few_steps(self, decoder, places, slots, prompt):
+        batch, anna = self.batch_of(decoder, texts=6, places=places, slots=slots, prompt=prompt)
+        bob = made(decoder, 40, 30, tenant="bob")
+        batch.add(bob)
+        assert steps_until(batch, lambda: bool(bob.new_tokens)) <= 5
+        steps_until(batch, lambda: bob.done)
+        assert not any(sequence.done for sequence in anna)
+        assert bob.new_tokens == alone(decoder, bob)
+
+    def test_a_text_goes_on_with_the_tokens_that_it_would_have_had(self, decoder):
+        batch, anna = self.batch_of(decoder)
+        told = {sequence: list(sequence.new_tokens) for sequence in anna}
+        batch.add(made(decoder, 40, 8, tenant="bob"))
+        while batch.busy:
+            for sequence, step in batch.step().steps:
+                told.setdefault(sequence, []).extend(step.tokens)
+        assert [sequence.put_back for sequence in anna] == [0, 0, 0, 1]  # the newest, once
+        for sequence in anna:
+            assert told[sequence] == sequence.new_tokens == alone(decoder, sequence) and sequence.failure is None
+
+    def test_no_text_is_put_back_again_and_again(self, decoder):
+        batch, anna = self.batch_of(decoder, new=60)
+        while not any(sequence.done for sequence in anna):
+            if not batch.waiting:
+                batch.add(made(decoder, 3, 2, tenant="bob"))
+            batch.step()
+        assert max(sequence.put_back for sequence in anna) == PUT_BACK
+        steps_until(batch, lambda: all(sequence.done for sequence in anna))
+        assert [sequence.new_tokens for sequence in anna] == [alone(decoder, sequence) for sequence in anna]
+
+    @pytest.mark.parametrize(("places", "texts"), [(1, 1), (4, 4)])
+    def test_nobody_gives_up_the_only_place_of_a_tenant(self, decoder, places, texts):
+        batch = Batch(decoder, 4096, places)
+        running = [made(decoder, 5, 20, tenant=f"tenant {number}") for number in range(texts)]
+        for sequence in running:
+            batch.add(sequence)
+        batch.step()
+        batch.add(made(decoder, 5, 2, tenant="another"))
+        steps_until(batch, lambda: running[0].done)
+        assert not any(sequence.put_back for sequence in running)
+
+    def test_a_tenant_that_has_a_text_running_waits_for_a_place(self, decoder):
+        batch, anna = self.batch_of(decoder)
+        bob = [made(decoder, 5, 20, tenant="bob") for _ in range(3)]
+        for sequence in bob:
+            batch.add(sequence)
+        steps_until(batch, lambda: bob[0].done)
+        assert sum(sequence.put_back for sequence in anna) == 1 and not any(one.new_tokens for one in bob[2:])
+
+    def test_nobody_is_put_back_for_a_text_that_would_not_fit_even_so(self, decoder):
+        batch, anna = self.batch_of(decoder, slots=512)
+        batch.add(made(decoder, 500, 1, tenant="bob"))
+        batch.step()
+        assert not any(sequence.put_back for sequence in anna)
+
+    def test_the_texts_of_one_key_are_those_of_one_tenant_whatever_they_reuse(self, decoder):
+        pair = Pair(decoder.target_model, decoder.draft_model, None, GraphConfig(cost="flat"))
+        scheduler = Scheduler(pair, Limits(texts=3, slots=4096))
+        for number in range(9):
+            scheduler.submit(Job(f"anna {number}", (1, 2), tenant="anna", cache_salt=str(number), max_tokens=200))
+        scheduler.step()
+        scheduler.submit(Job("bob", (1, 2), tenant="bob", max_tokens=3))
+        told = [one for _ in range(12) for one in scheduler.step()]
+        assert [one.finish_reason for one in told if one.id == "bob"][-1] == "length"
+        assert {one.id for one in told} <= {"anna 0", "anna 1", "anna 2", "bob"}
+
+
+def alone(decoder, sequence):
+    prompt, new = torch.tensor([sequence.text[: sequence.prompt_length]]), sequence.max_length - sequence.prompt_length
+    return decoder.generate(prompt, max_new_tokens=new, config=GraphConfig(mode="off")).new_token_ids[0]

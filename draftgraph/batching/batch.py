@@ -4,6 +4,7 @@ the others' steps. What a step does stands in `step`."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence as Several
 from contextlib import suppress
 
@@ -30,6 +31,7 @@ SHARE = 0.5  # of the memory that is free: what keys and values may take
 USUAL = {"cpu": 512, "cuda": 4096}  # tokens that a pool has room for, for every sequence: more than most have
 FEWEST = 4096  # slots of a pool
 NODES = 128  # that stand behind a text while they are checked
+PUT_BACK = 4  # times at most that a text gives up its place for one of another tenant
 
 
 class Batch:
@@ -137,40 +139,61 @@ class Batch:
     def _admit(self) -> list[Sequence]:
         """Lets in who has room; tells who failed."""
         failed = []
-        while len(self.running) < self.most and (sequence := self.waiting.take(self._has_room)) is not None:
+        while self.waiting and (sequence := self._next()) is not None:
             if guarded(sequence, self._open, sequence):
                 self.running.append(sequence)
             else:
                 failed.append(sequence)
         return failed
 
+    def _next(self) -> Sequence | None:
+        texts = Counter(sequence.tenant for sequence in self.running)
+        [first, *_] = self.waiting.order(texts)
+        if texts and first.tenant not in texts:
+            self._give_way(first, *texts.most_common(1)[0])
+        return self.waiting.take(self._has_place, texts) if len(self.running) < self.most else None
+
+    def _give_way(self, first: Sequence, tenant: str, texts: int) -> None:
+        """Of the tenant that has most running, the newest are put back until there is a place for the first of one that
+        has none. A text is put back so often at most, one of each tenant stays, and none goes in vain."""
+        newest = [one for one in self.running if one.tenant == tenant and one.put_back < PUT_BACK][1 - texts :]
+        if texts > 1 and self._has_place(first, newest):
+            while newest and not self._has_place(first):
+                self._put_back(newest.pop())
+
     def _open(self, sequence: Sequence) -> None:
         if sequence.context is None:
             pricing = self.decoder.pricing(sequence.config, self.engines)
-            contexts = [self.engines.target.open(sequence.tenant, sequence.adapter)]
+            contexts = [self.engines.target.open(sequence.reuse_key, sequence.adapter)]
             if self.engines.draft is not None and sequence.config.drafts:
-                contexts.append(self.engines.draft.open(sequence.tenant))
+                contexts.append(self.engines.draft.open(sequence.reuse_key))
             sequence.open(self.engines, self.decoder.learnt, pricing, contexts)
         sequence.begin_with_known()
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Nobody is let in to be sent away at once."""
-        needed = len(sequence.text) + sequence.config.nodes
-        return not self.running or all(engine.has_room(needed) for engine in self.engines.all)
+    def _has_place(self, sequence: Sequence, without: Several[Sequence] = ()) -> bool:
+        """Nobody is let in to be sent away at once. `without`: these give up theirs."""
+        stay = len(self.running) - len(without)
+        needed = len(sequence.text) + sequence.config.nodes - sum(len(one.context.text) for one in without)
+        return stay == 0 or (stay < self.most and all(engine.has_room(needed) for engine in self.engines.all))
 
     def _make_room(self, error: Exception) -> list[Sequence]:
         """The newest gives up its slots: for later, if others leave some then; else it has failed."""
-        newest = self.running.pop()
-        for sequence in [*self.running, newest]:
+        for sequence in self.running:
             sequence.restart()
-        newest.close()
+        newest = self.running[-1]
+        if isinstance(error, OutOfPages) and len(self.running) > 1:
+            self._put_back(newest)
+        else:
+            newest.failure = error
+            self.remove(newest)
         self.engines.launch_drafts([sequence for sequence in self.running if sequence.began], self._pace.most)
-        if isinstance(error, OutOfPages) and self.running:
-            newest.put_back += 1
-            self.waiting.put_back(newest)
-            return []
-        newest.failure = error
-        return [newest]
+        return [newest] if newest.failure is not None else []
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """It waits, and goes on later behind what it has written."""
+        self.remove(sequence)
+        sequence.put_back += 1
+        self.waiting.put_back(sequence)
 
 
 def price_of_pass(sequences: Several[Sequence], nodes: int) -> float:

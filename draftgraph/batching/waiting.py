@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice, zip_longest
 
 from draftgraph.sequence import Sequence
@@ -13,8 +13,9 @@ LOOKED_AT = 64  # sequences at a time, for one that fits
 
 
 class Waiting:
-    """Tenants take turns, and the sequences of one tenant come in the order of their arrival. One that does not fit may
-    be overtaken by others that do, but only so often: from then on all wait until it is in."""
+    """Tenants take turns, those first that have nothing running, and the sequences of one tenant come in the order of
+    their arrival. One that does not fit may be overtaken by others that do, but only so often: from then on all wait
+    until it is in."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Sequence]] = {}  # by tenant, in turn
@@ -39,10 +40,14 @@ class Waiting:
         if not queue:
             del self._queues[sequence.tenant]
 
-    def take(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+    def order(self, running: Collection[str] = ()) -> list[Sequence]:
+        """The next, while texts of these tenants are running."""
+        return sorted(islice(self, LOOKED_AT), key=lambda sequence: sequence.tenant in running)
+
+    def take(self, fits: Callable[[Sequence], bool], running: Collection[str] = ()) -> Sequence | None:
         """The next that fits, if it may be let in before those that do not."""
         passed: list[Sequence] = []
-        for sequence in islice(self, LOOKED_AT):
+        for sequence in self.order(running):
             if fits(sequence):
                 for other in passed:
                     other.overtaken += 1
