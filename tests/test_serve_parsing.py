@@ -19,6 +19,10 @@ MISTRAL = "{{ '[TOOL_CALLS] [' }}"
 MISTRAL_ARGS = "{{ '[TOOL_CALLS]' + tool['function']['name'] + '[ARGS]' + arguments }}"
 DEEPSEEK = "{{ '<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json' }}"
 DEEPSEEK_31 = "{{ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] }}"
+QWEN3_CODER = "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n"
+DEEPSEEK_32 = (
+    '{%- set dsml_token = "｜DSML｜" -%} <{{ dsml_token }}function_calls> {%- for call in message.tool_calls -%}'
+)
 TEMPLATES = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -26,6 +30,9 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
+    "qwen3_coder": QWEN3_CODER,
+    "deepseek_v32": DEEPSEEK_32,
+    "deepseek_v4": DEEPSEEK_32.replace("function_calls", "tool_calls"),
 }
 PARIS, ADD = ("weather", {"city": 'Par"is {}', "days": [1, 2]}), ("add", {})
 PARIS_TEXT = json.dumps(PARIS[1])
@@ -81,6 +88,52 @@ ANSWERS = [
         "",
         [PARIS, ADD],
     ),
+    (
+        "qwen3_coder",
+        'Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nPar"is {}\n</parameter>\n'
+        "<parameter=days>\n[1, 2]\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=add>\n</function>\n</tool_call>",
+        "Let me see.",
+        [PARIS, ADD],
+    ),
+    ("qwen3_coder", "<function=add><parameter=a>[1, 2]</parameter></function>", "", [("add", {"a": "[1, 2]"})]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\n\n a </parameter> b\n\n</parameter>\n</function>"
+        "\n</tool_call>",
+        "",
+        [("weather", {"city": "\n a </parameter> b\n"})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=set><parameter=on>True</parameter><parameter=at>None</parameter><parameter=name>7</parameter>"
+        "<parameter=kind>3</parameter><parameter=maybe>null</parameter><parameter=other>{1</parameter></function></tool_call>",
+        "",
+        [("set", {"on": True, "at": None, "name": "7", "kind": 3, "maybe": None, "other": "{1"})],
+    ),
+    ("qwen3_coder", "a <tool_call> <function=x", "a <tool_call> <function=x", []),
+    (
+        "deepseek_v32",
+        'Well.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Par"is {}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="add">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "Well.",
+        [PARIS, ADD],
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="set"><｜DSML｜parameter name="name" string="true">\n7 <b></b>\n</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="on" string="false">yes</｜DSML｜parameter></｜DSML｜invoke>',
+        "",
+        [("set", {"name": "\n7 <b></b>\n", "on": "yes"})],
+    ),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "",
+        [ADD],
+    ),
     ("pythonic", "[weather(city='Par\"is {}', days=[1, 2]), add()]", "", [PARIS, ADD]),
     ("pythonic", "<|python_start|>[add(a=true, b=None, c=-1.5, d={'e': [null]})]<|python_end|>", "",
      [("add", {"a": True, "b": None, "c": -1.5, "d": {"e": [None]}})]),
@@ -99,11 +152,31 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS] nothing"),
     ("mistral", "[TOOL_CALLS] [1, 2]"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>what?"),
+    ("qwen3_coder", "<tool_call>what?</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=add"),
+    ("deepseek_v32", "<｜DSML｜function_calls>\nwhat?"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add'),
     ("pythonic", "[add(1)]"),
     ("pythonic", "[add(a=b)]"),
     ("pythonic", "[add(**{})]"),
     ("pythonic", "[add("),
 ]
+
+
+SCHEMAS = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "set": {
+        "$defs": {"Kind": {"enum": [1, 2, 3]}},
+        "properties": {
+            "on": {"type": "boolean"},
+            "at": {"type": ["integer", "null"]},
+            "name": {"type": "string"},
+            "kind": {"anyOf": [{"$ref": "#/$defs/Kind"}, {"const": "x"}]},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "other": {"type": "object"},
+        },
+    },
+}
 
 
 def parsed(parser, pieces):
@@ -123,7 +196,7 @@ def parsed(parser, pieces):
 
 
 def read(family, answer, pieces=None, **more):
-    content, _, calls = parsed(AnswerParser(call_format(family, ""), **more), pieces or [answer])
+    content, _, calls = parsed(AnswerParser(call_format(family, ""), schemas=SCHEMAS, **more), pieces or [answer])
     return content, [(name, json.loads(arguments)) for name, arguments, _ in calls]
 
 
@@ -160,6 +233,8 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": tru}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "1'),
     ("deepseek_v31", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1<｜tool▁call▁end｜>'),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</param"),
+    ("deepseek_v32", '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">1</｜DSML｜invoke>'),
 ]
 
 
@@ -210,7 +285,7 @@ def test_the_family_is_found_in_the_template(name):
 
 def test_other_templates_have_no_family():
     assert call_format("auto", "{{ messages }}") is None
-    assert call_format("auto", "<tool_call>\n<function=example>\n<parameter=a>") is None
+    assert call_format("auto", "<tool_call>{{ name }}\n<arg_key>") is None
     assert call_format("none", HERMES) is None
 
 

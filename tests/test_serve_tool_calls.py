@@ -5,15 +5,18 @@ import json
 import random
 
 import httpx
+import jsonschema_rs
 import numpy as np
 import openai
 import pytest
 from serve_tools import LiveServer, fake_command, tokenizer
+from tokenizers import AddedToken
 from tool_templates import HERMES, QWEN3, SPECIAL, TEMPLATES, tokenizer_with
 
 from draftgraph.batching.grammar import matcher_of, vocabulary_of
 from draftgraph.cli.options import TEXTS
 from draftgraph.errors import UsageError
+from draftgraph.serve.errors import ApiError
 from draftgraph.serve.formats import REASONING, AnswerFormats, ToolUse
 from draftgraph.serve.jobs import render, template_message
 from draftgraph.serve.schemas import ChatRequest, Message
@@ -48,8 +51,34 @@ CALLS = {
     "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": 'See:<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris", "days": 3}'
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "qwen3_coder": "See:\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "deepseek_v32": 'See:\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
 }
+CALLS["deepseek_v4"] = CALLS["deepseek_v32"].replace("function_calls", "tool_calls")
 CALLED = [("weather", {"city": "Paris", "days": 3}), ("now", {})]
+
+
+EVERY_KIND = {
+    "type": "object",
+    "$defs": {"Side": {"enum": ["left", "right"], "type": "string"}, "Text": {"type": "string", "description": "Any"}},
+    "properties": {
+        "name": {"$ref": "#/$defs/Text"},
+        "side": {"anyOf": [{"$ref": "#/$defs/Side"}, {"type": "integer", "minimum": 0, "maximum": 5}]},
+        "note": {"type": ["string", "null"], "title": "A note"},
+        "code": {"type": "string", "pattern": "^[0-9]{2}$"},
+        "short": {"type": "string", "maxLength": 3},
+        "fixed": {"const": "it is"},
+        "count": {"type": "integer", "minimum": 1, "maximum": 12},
+        "shares": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+        "mixed": {"enum": ["a", 1, None]},
+    },
+    "required": ["name", "code", "mixed", "extra"],
+    "additionalProperties": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -253,17 +282,29 @@ def request(**more):
     return ChatRequest(messages=[{"role": "user", "content": "hello"}], **{"tools": TOOLS} | more)
 
 
-def random_answer(grammar, words, seed, patience=60):
-    """Random tokens that the grammar allows; after some, the first place to end is taken."""
-    matcher, chosen, draw = matcher_of(grammar, vocabulary_of(words, len(words))), [], random.Random(seed)
+ENDS = [  # of sections, calls, arguments, values
+    *("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", "</｜DSML｜invoke>\n", "</function>\n</tool_call>"),
+    *("</｜DSML｜parameter>\n", "</parameter>\n", "\n</parameter>\n", '"', "]", "}", ")"),
+]
+
+
+def random_answer(grammar, words, seed, patience=60, start=()):
+    """Random tokens that the grammar allows, and ends of what has begun: after some, only those where there is one."""
+    matcher, chosen, draw = matcher_of(grammar, vocabulary_of(words, len(words))), [*start], random.Random(seed)
+    assert matcher.consume_tokens(chosen)
+    ends = [words(end)["input_ids"] for end in ENDS]
     while not (matcher.is_accepting() and (len(chosen) > patience or draw.random() < 0.3)):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = [int(token) for token in np.flatnonzero(bits[: len(words)]) if token != words.eos_token_id]
         if not allowed:
             break
-        structural = [token for token in allowed if token > 280] if len(chosen) > patience else []
-        chosen.append(draw.choice(structural or allowed))
-        assert matcher.consume_tokens(chosen[-1:]) and len(chosen) < 2000
+        late = len(chosen) > patience
+        structural = [token for token in allowed if token > 280] if late else []
+        now = [draw.choice(structural or allowed)]
+        if late or draw.random() < 0.2:
+            now = draw.choice([end for end in ends if matcher.validate_tokens(end) == len(end)] or [now])
+        chosen += now
+        assert matcher.consume_tokens(now) and len(chosen) < 2000
     assert matcher.is_accepting()
     return chosen
 
@@ -298,6 +339,39 @@ class TestForcedCalls:
         assert names == ({"weather"} if choice == "weather" else {"weather", "now"})
         one = choice != "required" or family == "llama3_json"  # whose templates take no more
         assert counts == {1} if one else max(counts) > 1
+
+    @pytest.mark.parametrize(
+        ("family", "special"),
+        [("pythonic", False), ("qwen3_coder", False), ("deepseek_v32", False), ("deepseek_v32", True)],
+    )
+    def test_arguments_of_every_kind_follow_their_schema(self, family, special):
+        """With the mark of DSML as a token that grammars read as text, and as a special one, which they do not."""
+        words = tokenizer_with(TEMPLATES[family])
+        if special:
+            words = copy.deepcopy(words)
+            words.add_tokens([AddedToken("｜DSML｜", special=True)], special_tokens=True)
+        formats = AnswerFormats(ServerSettings(), words)
+        use = ToolUse.of(request(tools=[function("book", EVERY_KIND)], tool_choice="required"))
+        written = set()
+        for seed in range(16):
+            tokens = random_answer(formats.grammar([], use, None), words, seed, patience=30)
+            parser = formats.parser([], use, whole=True)
+            text = words.decode([token for token in tokens if token not in parser.dropped])
+            found = parser.push(text, last=True)
+            assert found.content == "" and found.calls, text
+            for call in found.calls:
+                arguments = json.loads(call.arguments)
+                jsonschema_rs.validate(EVERY_KIND, arguments)
+                written |= arguments.keys()
+        assert written >= set(EVERY_KIND["required"])
+
+    @pytest.mark.parametrize("family", ["pythonic", "qwen3_coder", "deepseek_v4"])
+    def test_what_a_form_cannot_follow_beside_the_arguments_is_refused_by_name(self, family):
+        formats = AnswerFormats(ServerSettings(), tokenizer_with(TEMPLATES[family]))
+        one_of_both = WEATHER | {"anyOf": [{"required": ["hot"]}, {"required": ["days"]}]}
+        use = ToolUse.of(request(tools=[function("weather", one_of_both)], tool_choice="required"))
+        with pytest.raises(ApiError, match="'anyOf' beside the arguments of weather"):
+            formats.grammar([], use, None)
 
     @pytest.mark.parametrize("has_tokens", [True, False])
     def test_reasoning_comes_before_a_forced_call(self, has_tokens):
@@ -346,3 +420,112 @@ class TestForcedCalls:
         answer = {"type": "json_object"}
         assert formats.grammar([], None, answer) is answer and formats.grammar([], None, None) is None
         assert formats.grammar([], ToolUse.of(request()), None) is None
+
+
+def spelled(words, text):
+    """In tokens of single characters, none of which is an added one."""
+    return [token for sign in text for token in words(sign)["input_ids"]]
+
+
+class TestStrictFunctions:
+    """With tool_choice auto: the model may say anything, but the calls of a strict function follow its schema."""
+
+    TOOLS = (function("weather", WEATHER, strict=True), function("now", {"properties": {"zone": {"enum": ["utc"]}}}))
+
+    def grammar_of(self, words, **more):
+        formats, use = AnswerFormats(ServerSettings(), words), ToolUse.of(request(tools=list(self.TOOLS), **more))
+        return formats, use, formats.grammar([], use, None)
+
+    def allows(self, words, grammar, tokens):
+        matcher = matcher_of(grammar, vocabulary_of(words, len(words)))
+        return matcher.validate_tokens(tokens) == len(tokens)
+
+    @pytest.mark.parametrize("family", TEMPLATES)
+    def test_calls_follow_the_schema_and_anything_else_may_be_said(self, family):
+        words = tokenizer_with(TEMPLATES[family])
+        _, _, grammar = self.grammar_of(words)
+        call = CALLS[family] if family != "llama3_json" else CALLS[family].partition(";")[0]
+        for said in ("", "Hm.", "a < b > {} [1] f(x=2)", "It is <b>hot</b>,</think> I think.", " \n", "ünïcode"):
+            assert self.allows(words, grammar, words(said)["input_ids"])
+        for wrong in ("Berlin", "Par is"):
+            assert self.allows(words, grammar, words(call)["input_ids"])
+            assert not self.allows(words, grammar, words(call.replace("Paris", wrong))["input_ids"])
+            assert not self.allows(words, grammar, spelled(words, call.replace("Paris", wrong)))
+
+    @pytest.mark.parametrize("family", TEMPLATES)
+    @pytest.mark.parametrize(
+        "tokens", [lambda words, text: words(text)["input_ids"], spelled], ids=["marks", "spelled"]
+    )
+    def test_whatever_follows_the_beginning_of_a_call_is_one(self, family, tokens):
+        words = tokenizer_with(TEMPLATES[family])
+        formats, use, grammar = self.grammar_of(words)
+        trigger = formats._calls.trigger
+        start = tokens(words, f"Let me see: {trigger}")
+        for seed in range(6):
+            parser = formats.parser([], use, whole=True)
+            answer = random_answer(grammar, words, seed, patience=30, start=start)
+            text = words.decode([token for token in answer if token not in parser.dropped])
+            found = parser.push(text, last=True)
+            assert found.calls and "Let me see:" in found.content and trigger not in found.content, text
+            for call in found.calls:
+                arguments = json.loads(call.arguments)
+                if call.name == "weather":
+                    jsonschema_rs.validate(WEATHER, arguments)
+
+    @pytest.mark.parametrize("family", ["pythonic", "llama3_json"])
+    def test_an_answer_that_begins_as_a_bare_call_is_one(self, family):
+        words = tokenizer_with(TEMPLATES[family])
+        _, _, grammar = self.grammar_of(words)
+        call = CALLS[family].removeprefix("<|python_tag|>").partition(";")[0]
+        for space in ("", "\n "):
+            assert self.allows(words, grammar, words(call)["input_ids"])
+            assert not self.allows(words, grammar, words(space + call.replace("Paris", "Berlin"))["input_ids"])
+        assert self.allows(words, grammar, words(f"So: {call.replace('Paris', 'Berlin')}")["input_ids"])
+
+    @pytest.mark.parametrize("family", TEMPLATES)
+    def test_a_function_that_is_not_strict_is_called_as_the_model_likes(self, family):
+        words = tokenizer_with(TEMPLATES[family])
+        _, _, grammar = self.grammar_of(words)
+        zone = {
+            "pythonic": '[now(zone="mars")]',
+            "llama3_json": '{"name": "now", "parameters": {"zone": "mars"}}',
+            "qwen3_coder": "<function=now>\n<parameter=zone>\nmars\n</parameter>\n</function>\n</tool_call>",
+        }
+        if family in zone:
+            assert self.allows(words, grammar, words(zone[family])["input_ids"])
+        else:
+            start, _, rest = CALLS[family].rpartition("now")
+            filled = rest.replace("{}", '{"zone": "mars"}').replace(
+                '">\n</｜DSML｜invoke',
+                '">\n<｜DSML｜parameter name="zone" string="true">mars</｜DSML｜parameter>\n</｜DSML｜invoke',
+            )
+            assert "mars" in filled and self.allows(words, grammar, words(f"{start}now{filled}")["input_ids"])
+
+    def test_reasoning_may_speak_of_calls(self):
+        words = tokenizer_with(QWEN3)
+        _, _, grammar = self.grammar_of(words)
+        for said in ("<think>Shall I write a call?</think>No.", f"<think>hm</think>{CALLS['hermes']}"):
+            assert self.allows(words, grammar, words(said)["input_ids"])
+        wrong = CALLS["hermes"].replace("Paris", "Berlin")
+        assert not self.allows(words, grammar, words(f"<think>hm</think>{wrong}")["input_ids"])
+
+    def test_nothing_is_asked_of_calls_where_no_function_is_strict_or_their_form_is_not_known(self):
+        for words, tools in (
+            (tokenizer_with(HERMES), [function("weather", WEATHER), function("now", strict=False)]),
+            (tokenizer_with("{{ tools | tojson }}{{ messages[0].content }}"), list(self.TOOLS)),
+        ):
+            assert AnswerFormats(ServerSettings(), words).grammar([], ToolUse.of(request(tools=tools)), None) is None
+
+    def test_the_engine_is_told(self, server):
+        refused = function("weather", WEATHER | {"description": "refuse"})  # which the fake engine does, in a grammar
+        assert ask(server, "hello", tools=[refused]).choices[0].message.content == "hello"
+        refused["function"]["strict"] = True
+        with pytest.raises(openai.BadRequestError, match="this grammar is refused"):
+            ask(server, "hello", tools=[refused])
+
+    def test_schemas_that_cannot_be_followed_are_refused(self, server):
+        either = {"oneOf": [{"type": "string", "maxLength": 9}, {"type": "string", "minLength": 5}]}
+        unknown = function("weather", {"properties": {"city": either}}, strict=True)
+        with pytest.raises(openai.BadRequestError, match="oneOf") as refused:
+            ask(server, "hello", tools=[unknown])
+        assert refused.value.param == "tools"

@@ -93,6 +93,48 @@ DEEPSEEK_31 = """
 {%- elif message.role == 'tool' %}<|system|>{{ '<｜tool▁output▁begin｜>' + message.content }}<|end|>
 {%- else %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+QWEN3_CODER = """
+{%- if tools %}<|system|>You have access to the following functions: {{ tools | tojson }}
+If you choose to call a function ONLY reply in the following format with NO suffix:
+<tool_call>
+<function=example_function_name>
+<parameter=example_parameter_1>
+value_1
+</parameter>
+</function>
+</tool_call><|end|>{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls %}<|assistant|>{{ message.content }}{% for call in message.tool_calls %}
+{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for name, value in call.function.arguments | items %}{{ '<parameter=' + name + '>\n' }}
+{{- value if value is string else value | tojson }}{{ '\n</parameter>\n' }}{% endfor %}
+{{- '</function>\n</tool_call>' }}{% endfor %}<|end|>
+{%- elif message.role == 'tool' %}<|user|><tool_response>
+{{ message.content }}
+</tool_response><|end|>
+{%- else %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+DEEPSEEK_32 = """
+{%- set dsml_token = "｜DSML｜" %}
+{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<{{ dsml_token }}function_calls>
+<{{ dsml_token }}invoke name="$FUNCTION_NAME">
+<{{ dsml_token }}parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{{ dsml_token }}parameter>
+</{{ dsml_token }}invoke>
+</{{ dsml_token }}function_calls><|end|>{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls %}<|assistant|>{{ message.content }}{{ '\n\n<' + dsml_token + 'function_calls>' }}
+{%- for call in message.tool_calls %}{{ '\n<' + dsml_token + 'invoke name="' + call.function.name + '">' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '\n<' + dsml_token + 'parameter name="' + name + '" string="' + ('true' if value is string else 'false') + '">' }}
+{{- value if value is string else value | tojson }}{{ '</' + dsml_token + 'parameter>' }}{% endfor %}
+{{- '\n</' + dsml_token + 'invoke>' }}{% endfor %}{{ '\n</' + dsml_token + 'function_calls>' }}<|end|>
+{%- elif message.role == 'tool' %}<|user|><function_results>
+<result>{{ message.content }}</result>
+</function_results><|end|>
+{%- else %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+DEEPSEEK_4 = DEEPSEEK_32.replace("function_calls", "tool_calls")
 TEMPLATES = {
     "hermes": HERMES,
     "pythonic": PYTHONIC,
@@ -101,11 +143,14 @@ TEMPLATES = {
     "mistral with [ARGS]": MISTRAL_ARGS,
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
+    "qwen3_coder": QWEN3_CODER,
+    "deepseek_v32": DEEPSEEK_32,
+    "deepseek_v4": DEEPSEEK_4,
 }
 # As the tokenizers of these families have them: some special, others only added.
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>", "<|python_end|>"]
 DEEPSEEKS = [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")]
-ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>", *DEEPSEEKS]
+ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>", *DEEPSEEKS, "｜DSML｜"]
 
 
 @cache

@@ -85,6 +85,13 @@ def lark_of(grammar: str) -> str:
         raise UsageError(f"the grammar cannot be read: {' '.join(str(error).split())[:LONGEST_ERROR]}") from error
 
 
+def opaque_tokens(tokenizer: Any) -> dict[str, int]:
+    """Added tokens that matchers know by their numbers and never read as text: llguidance takes what stands in angle
+    brackets for special too."""
+    added = ((str(token), int(id), token.special) for id, token in tokenizer.added_tokens_decoder.items())
+    return {text: id for text, id, special in added if special or (text.startswith("<") and text.endswith(">"))}
+
+
 def vocabulary_of(tokenizer: Any, size: int) -> Any:
     """The tokens that matchers for this tokenizer know; made once, which takes a quarter of a second or more."""
     if tokenizer not in vocabularies:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +9,10 @@ from typing import Any
 
 import regex
 
+from draftgraph.batching.grammar import opaque_tokens
 from draftgraph.errors import UsageError
 from draftgraph.serve.errors import refusal
+from draftgraph.serve.lark import Rules
 from draftgraph.serve.parsing import AnswerParser, Tags
 from draftgraph.serve.schemas import ChatRequest, JSONObject
 from draftgraph.serve.settings import ServerSettings
@@ -31,6 +32,7 @@ class ToolUse:
     schemas: dict[str, Any]  # of arguments, by name
     forced: bool = False
     several: bool = True
+    strict: frozenset[str] = frozenset()  # names of those whose arguments must follow their schemas, if they are called
 
     @classmethod
     def of(cls, request: ChatRequest) -> ToolUse | None:
@@ -43,13 +45,23 @@ class ToolUse:
         schemas = dict(function_of(tool, place) for place, tool in enumerate(tools))
         several = request.parallel_tool_calls is not False
         if choice in (None, "auto", "required"):
-            return cls(schemas, choice == "required", several)
+            strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True)
+            return cls(schemas, choice == "required", several, strict)
         if not isinstance(choice, dict) or choice.get("type") != "function":
             raise refusal("tool_choice must be none, auto, required or a function", "tool_choice")
         name = (choice.get("function") or {}).get("name") if isinstance(choice.get("function"), dict) else None
         if name not in schemas:
             raise refusal(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
         return cls({name: schemas[name]}, forced=True, several=False)
+
+    @property
+    def strict_schemas(self) -> dict[str, Any]:
+        return {name: schema if name in self.strict else loose(schema) for name, schema in self.schemas.items()}
+
+
+def loose(schema: Any) -> JSONObject:
+    """Of arguments, only what they are called."""
+    return {"type": "object", "properties": {name: {} for name in schema.get("properties", {})}}
 
 
 def function_of(tool: JSONObject, place: int) -> tuple[str, Any]:
@@ -86,8 +98,7 @@ class AnswerFormats:
         self._tags = tags_of(settings.reasoning_parser, template)
         added = tokenizer.added_tokens_decoder.items()
         self._specials = {str(token): int(id) for id, token in added if token.special}
-        markers = self._markers(with_calls=True)
-        self._tokens = {str(token): int(id) for id, token in added if str(token) in markers}
+        self._rules = Rules(opaque_tokens(tokenizer))
 
     @cached_property
     def _takes_tools(self) -> bool:
@@ -121,49 +132,44 @@ class AnswerFormats:
             most_calls=None if use is None or use.several else 1,
             hidden=frozenset(self._specials.keys() & markers),
             dropped=frozenset(id for token, id in self._specials.items() if token not in markers),
+            schemas=None if use is None else use.schemas,
         )
 
     def grammar(self, prompt: Sequence[int], use: ToolUse | None, answer: JSONObject | None) -> JSONObject | None:
         """What an answer must conform to with its reasoning and calls, if its content must to `answer`."""
-        is_forced = use is not None and use.forced
-        if answer is None and not is_forced:
+        calls = self._calls if use is not None else None
+        if calls is None or use is None:
+            if answer is None or self._tags is None:
+                return answer
+            bodies, rules = ["@answer"], []
+        elif use.forced or answer is not None:
+            bodies = ["calls"] if use.forced else ["calls", "@answer"]
+            rules = calls.rules(use.schemas, use.several, self._rules)
+        elif use.strict:
+            apart = () if self._tags is None else self._tags.markers
+            bodies = ["said", "lead calls", *(["calls"] if calls.bare else [])]
+            rules = self._rules.around(calls.trigger, calls.beginning, apart)
+            rules += calls.rules(use.strict_schemas, use.several, self._rules, begun=True)
+        else:
             return None
-        bodies, rules = [], []
-        if use is not None and self._calls is not None:
-            bodies, rules = ["calls"], self._calls.rules(use.schemas, use.several, self._written)
-        if not is_forced:
-            bodies.append("@answer")
-        if bodies == ["@answer"] and self._tags is None:
-            return answer
         start = f"start: {self._reasoning(prompt)} ({' | '.join(bodies)})"
         grammar = {"type": "lark", "grammar": "\n".join([start, *self._reasoning_rules(), *rules])}
-        return grammar if is_forced else grammar | {"answer": answer}
+        return grammar | {"answer": answer} if "@answer" in bodies else grammar
 
     def _reasoning(self, prompt: Sequence[int]) -> str:
         if self._tags is None:
             return ""
         thought = r"thought /\s*/"
-        return thought if self._is_thinking(prompt) else f"({self._written(self._tags.start)} {thought})?"
+        return thought if self._is_thinking(prompt) else f"({self._rules.text(self._tags.start)} {thought})?"
 
     def _reasoning_rules(self) -> list[str]:
-        if self._tags is None:
-            return []
-        if self._tags.end in self._tokens:
-            return [f"thought: /(?s:.*)/ {self._written(self._tags.end)}"]
-        return [f"thought[suffix={json.dumps(self._tags.end)}]: /(?s:.*)/"]
+        return [] if self._tags is None else self._rules.until("thought", self._tags.end)
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the template has begun the answer with an open tag."""
         if self._tags is None:
             return False
         return str(self._tokenizer.decode(list(prompt[-LAST_TOKENS:]))).rstrip().endswith(self._tags.start)
-
-    def _written(self, text: str) -> str:
-        """As a part of a Lark rule: added tokens as such, which llguidance tells apart from their text."""
-        parts = regex.split(f"({'|'.join(map(regex.escape, self._tokens))})", text) if self._tokens else [text]
-        return " ".join(
-            f"<[{self._tokens[part]}]>" if part in self._tokens else json.dumps(part) for part in parts if part
-        )
 
     def _markers(self, with_calls: bool) -> set[str]:
         calls = self._calls.markers if with_calls and self._calls is not None else ()

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import regex
 
+from draftgraph.serve.lark import Rules
+
 T = TypeVar("T")
 Wait = Generator[None, None, T]  # yields where more text is needed
 Match = Any  # regex brings no types; unlike re it knows when a match needs more text
@@ -78,10 +80,18 @@ class CallFormat(Protocol):
     @property
     def new_id(self) -> Callable[[], str]: ...
 
-    def rules(self, schemas: Mapping[str, Any], several: bool, write: Callable[[str], str]) -> list[str]:
+    @property
+    def trigger(self) -> str:
+        """A text in every call but bare ones: what has it not is none."""
+
+    @property
+    def beginning(self) -> str:
+        """A regular expression for text that begins with no bare call."""
+
+    def rules(self, schemas: Mapping[str, Any], several: bool, rules: Rules, begun: bool = False) -> list[str]:
         """Of a Lark grammar: `calls` is one or more calls of the functions whose arguments have these schemas.
 
-        `write` makes a part of a rule of a text, in which markers are special tokens.
+        `begun`: behind the trigger of the first.
         """
 
 
@@ -114,9 +124,18 @@ class Brackets:
 class Scan:
     """Text that is not decided yet, and what was found before it."""
 
-    def __init__(self, whole: bool, most_calls: int | None, hidden: Pattern | None, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        whole: bool,
+        most_calls: int | None,
+        hidden: Pattern | None,
+        new_id: Callable[[], str],
+        schemas: Mapping[str, Any],
+    ) -> None:
         self.whole = whole  # the answer is not streamed: a call may be looked at before it is told
+        self.schemas = schemas  # of the arguments of functions
         self.text, self.ended = "", False
+        self.taken: list[str] | None = None  # what has been cut, where it may have to be given back
         self.found = Parsed()
         self.calls = 0
         self._most_calls, self._hidden, self._new_id = most_calls, hidden, new_id
@@ -171,7 +190,13 @@ class Scan:
         """Takes the text up to there, or all of it."""
         taken = self.text if end is None else self.text[:end]
         self.text = self.text[len(taken) :]
+        if self.taken is not None:
+            self.taken.append(taken)
         return taken
+
+    def give_back(self) -> None:
+        """All that was taken since that is kept."""
+        self.text = "".join(self.taken or ()) + self.text
 
     def say(self, text: str) -> None:
         if self._hidden is not None:
@@ -213,11 +238,12 @@ class AnswerParser:
         most_calls: int | None = None,
         hidden: frozenset[str] = frozenset(),  # special tokens that the text has for their meaning
         dropped: frozenset[int] | None = None,  # special tokens that it does not have; None: all of them
+        schemas: Mapping[str, Any] | None = None,  # of the arguments of functions
     ) -> None:
         self.dropped = dropped
         self._calls, self._tags, self._thinking = calls, tags, thinking
         pattern = regex.compile("|".join(map(regex.escape, sorted(hidden)))) if hidden else None
-        self._scan = Scan(whole, most_calls, pattern, calls.new_id if calls else str)
+        self._scan = Scan(whole, most_calls, pattern, calls.new_id if calls else str, schemas or {})
         self._reading = self._read()
 
     @property

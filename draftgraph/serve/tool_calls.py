@@ -8,23 +8,33 @@ import secrets
 import string
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import regex
 from pydantic_core import from_json
 
+from draftgraph.serve.errors import refusal
+from draftgraph.serve.lark import ANY_TEXT, Rules, json_rule
 from draftgraph.serve.parsing import CallFormat, Match, Pattern, Scan, Wait
 
 SPACE = r"(?<!\s)\s*"  # all that there is: a search must not begin again in the middle of it
 HEAD = regex.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 REST = regex.compile(r'(?:\s*,\s*"\w+"\s*:\s*"[^"]*")*\s*\}')  # of a call behind its arguments
-# Where any space is allowed, a small model may go on with it forever.
-AS_PYTHON_WRITES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PYTHON_NAMES = {"true": True, "false": False, "null": None}
+JSON_NAMES = {"True": "true", "False": "false", "None": "null"}
 Schemas = Mapping[str, Any]  # of arguments, by the names of functions
-Write = Callable[[str], str]  # a text, some of which may be special tokens, as a part of a Lark rule
+DEFINITIONS = ("$defs", "definitions")
+ANNOTATIONS = {"title", "description", "default", "example", "examples", "deprecated", "$comment", "$schema", "$id"}
+OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", "strict", *DEFINITIONS, *ANNOTATIONS}
+
+
+DEEPEST = 8  # references and unions in one another
+MOST_KINDS = 64  # of values that an argument may have
+LINE_END = "\n"
+LINE_BREAK = regex.compile(r"\n?+(?=.)", regex.DOTALL)  # of a value, which comes behind its tag
 
 
 def long_id() -> str:
@@ -44,7 +54,9 @@ class JSONCalls:
     sign: Pattern
     markers: tuple[str, ...]
     opening: Pattern
+    trigger: str
     written: tuple[str, str, str]  # before the name, between it and the arguments, and behind those
+    beginning: str = ANY_TEXT
     closing: Pattern | None = None  # what may come behind a call
     bare: Pattern | None = None
     following: Pattern | None = None
@@ -76,18 +88,29 @@ class JSONCalls:
             pass
         return True
 
-    def rules(self, schemas: Schemas, several: bool, write: Write) -> list[str]:
-        before, middle, after = self.written
-        calls = [
-            f"{write(before + json.dumps(name)[1:-1] + middle)} arguments_{place} {write(after)}"
-            for place, name in enumerate(schemas)
-        ]
-        more = "" if self.between is None or not several else f"({write(self.between)} call)*"
-        return [
-            f"calls: {write(self.around[0])} call {more} {write(self.around[1])}",
-            f"call: {' | '.join(calls)}",
-            *(f"arguments_{place}: {json_rule(schema)}" for place, schema in enumerate(schemas.values())),
-        ]
+    def rules(self, schemas: Schemas, several: bool, rules: Rules, begun: bool = False) -> list[str]:
+        _, middle, after = self.written
+        arguments = [f"arguments_{place}: {json_rule(schema)}" for place, schema in enumerate(schemas.values())]
+        ends = [f"{rules.text(middle)} arguments_{place} {rules.text(after)}" for place in range(len(schemas))]
+        return [*listed_calls(self, [*schemas], ends, several, rules, begun), *arguments]
+
+
+def listed_calls(
+    format: JSONCalls | TaggedCalls, names: list[str], ends: list[str], several: bool, rules: Rules, begun: bool
+) -> list[str]:
+    """Calls in a row: `ends` are parts of rules for what comes behind the name of each function."""
+    before, (first, last) = format.written[0], format.around
+
+    def call(name: str, before: str) -> str:
+        variants = [f"{rules.text(before + json.dumps(one)[1:-1])} {end}" for one, end in zip(names, ends, strict=True)]
+        return f"{name}: {' | '.join(variants)}"
+
+    more = "" if format.between is None or not several else f"({rules.text(format.between)} call)*"
+    _, found, rest = (first + before).partition(format.trigger)
+    if not (begun and found):
+        return [f"calls: {rules.text(first)} call {more} {rules.text(last)}", call("call", before)]
+    others = [call("call", before)] if more else []
+    return [f"calls: first_call {more} {rules.text(last)}", call("first_call", rest), *others]
 
 
 @dataclass(frozen=True)
@@ -98,7 +121,10 @@ class PythonicCalls:
     sign: Pattern
     markers: tuple[str, ...]
     opening: Pattern
+    trigger: str
+    end: str  # that a section which began with the trigger may have
     bare: Pattern
+    beginning: str
     closing: Pattern
     following: Pattern | None = None
     new_id: Callable[[], str] = long_id
@@ -115,36 +141,237 @@ class PythonicCalls:
         yield from scan.take(self.closing)
         return True
 
-    def rules(self, schemas: Schemas, several: bool, write: Write) -> list[str]:
-        more = '(", " call)*' if several else ""
-        lines = [f'calls: "[" call {more} "]"', f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"]
+    def rules(self, schemas: Schemas, several: bool, rules: Rules, begun: bool = False) -> list[str]:
+        more, end = '(", " call)*' if several else "", f"({rules.text(self.end)})?" if begun else ""
+        call = f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"
+        lines = [f'calls: "[" call {more} "]" {end}', call]
         for place, (name, schema) in enumerate(schemas.items()):
-            lines.append(f'call_{place}: {json.dumps(name + "(")} {self._keywords(schema, place)} ")"')
-            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            values, required = arguments_of(schema, name)
+            lines.append(f'call_{place}: {json.dumps(name + "(")} {keywords([*values], required, place)} ")"')
             lines += [
-                f"value_{place}_{number}: {json_rule(value, definitions)}"
-                for number, value in enumerate(schema.get("properties", {}).values())
+                f"value_{place}_{number}: {json_rule(value, definitions_of(schema))}"
+                for number, value in enumerate(values.values())
             ]
         return lines
 
-    def _keywords(self, schema: Any, place: int) -> str:
-        """Those that are required, then any of the others in their order."""
-        required: list[str] = []
-        optional: list[str] = []
-        for number, name in enumerate(schema.get("properties", {})):
-            keyword = f"{json.dumps(name + '=')} value_{place}_{number}"
-            (required if name in schema.get("required", ()) else optional).append(keyword)
-        tails = [" ".join(f'(", " {one})?' for one in optional[first:]) for first in range(len(optional) + 1)]
-        if required:
-            return ' ", " '.join(required) + " " + tails[0]
-        firsts = [f"{one} {tail}" for one, tail in zip(optional, tails[1:], strict=True)]
-        return f"({' | '.join(firsts)})?" if firsts else ""
+
+def keywords(names: list[str], required: set[str], place: int) -> str:
+    """Those that are required, then any of the others in their order."""
+    first: list[str] = []
+    others: list[str] = []
+    for number, name in enumerate(names):
+        keyword = f"{json.dumps(name + '=')} value_{place}_{number}"
+        (first if name in required else others).append(keyword)
+    tails = [" ".join(f'(", " {one})?' for one in others[start:]) for start in range(len(others) + 1)]
+    if first:
+        return ' ", " '.join(first) + " " + tails[0]
+    starts = [f"{one} {tail}" for one, tail in zip(others, tails[1:], strict=True)]
+    return f"({' | '.join(starts)})?" if starts else ""
 
 
-def json_rule(schema: Any, definitions: Mapping[str, Any] | None = None) -> str:
-    if isinstance(schema, dict):
-        schema = {**(definitions or {}), **schema, "x-guidance": AS_PYTHON_WRITES}
-    return f"%json {json.dumps(schema)}"
+@dataclass(frozen=True)
+class TaggedCalls:
+    """Calls whose arguments have tags, one for each: texts as they are, anything else as JSON. Which of the two it is
+    stands in the tag, or the function's schema tells."""
+
+    names: tuple[str, ...]
+    sign: Pattern
+    markers: tuple[str, ...]
+    opening: Pattern
+    trigger: str
+    argument: Pattern  # before a value: groups `key`, and `string` where the tag tells; or group `end` of the call
+    ending: Pattern  # of a value
+    closing: Pattern  # what may come behind a call
+    written: tuple[str, str, str]  # before the name, between it and the arguments, and behind those
+    tags: tuple[str, str, str]  # before the name of an argument, and behind it where a text follows, or anything else
+    ends: tuple[str, str]  # of any text; of anything else
+    around: tuple[str, str] = ("", "")  # all calls of an answer
+    between: str = "\n"  # two calls
+    bare: Pattern | None = None
+    beginning: str = ANY_TEXT
+    following: Pattern | None = None
+    new_id: Callable[[], str] = long_id
+
+    def read(self, scan: Scan, opening: Match) -> Wait[bool]:
+        values = values_of(scan.schemas.get(opening["name"]))
+        if scan.whole:
+            told: list[str] = []
+            scan.taken = []
+            is_complete = yield from self._read_arguments(scan, values, told.append)
+            if not is_complete:
+                scan.give_back()
+            scan.taken = None
+            if not is_complete:
+                return False
+            scan.call(opening["name"])
+            scan.argue("".join(told))
+        else:
+            scan.call(opening["name"])
+            yield from self._read_arguments(scan, values, scan.argue)
+        while (yield from scan.take(self.closing)):
+            pass
+        return True
+
+    def _read_arguments(self, scan: Scan, values: Mapping[str, Value], tell: Callable[[str], None]) -> Wait[bool]:
+        """Tells them as an object of JSON; whether they came to their end."""
+        separator = "{"
+        while tag := (yield from scan.take(self.argument)):
+            if tag["end"] is not None:
+                tell("{}" if separator == "{" else "}")
+                return True
+            tell(f"{separator}{json.dumps(tag['key'], ensure_ascii=False)}: ")
+            separator = ", "
+            value, is_text = values.get(tag["key"], ANY_VALUE), tag.groupdict().get("string")
+            if not (yield from self._read_value(scan, value.told(is_text), tell)):
+                return False
+        return False
+
+    def _read_value(self, scan: Scan, value: Value, tell: Callable[[str], None]) -> Wait[bool]:
+        """As it comes, if it can be nothing but text."""
+        if self.tags[1].endswith("\n"):
+            yield from scan.take(LINE_BREAK)
+        if value.is_text:
+            tell('"')
+            ending = yield from scan.pass_until(
+                self.ending, lambda text: tell(json.dumps(text, ensure_ascii=False)[1:-1])
+            )
+            tell('"' if ending else "")
+        else:
+            pieces: list[str] = []
+            ending = yield from scan.pass_until(self.ending, pieces.append)
+            tell(value.read("".join(pieces)))
+        return ending is not None
+
+    def rules(self, schemas: Schemas, several: bool, rules: Rules, begun: bool = False) -> list[str]:
+        lines, ends = rules.until("text", self.ends[0]), []
+        for place, (name, schema) in enumerate(schemas.items()):
+            arguments, required = arguments_of(schema, name)
+            parts = [rules.text(self.written[1])]
+            for number, (key, value) in enumerate(values_of(schema, arguments).items()):
+                argument = f"argument_{place}_{number}"
+                parts.append(argument if key in required else f"{argument}?")
+                lines.append(f"{argument}: {' | '.join(self._forms(key, value, rules, definitions_of(schema)))}")
+            ends.append(" ".join([*parts, rules.text(self.written[2])]))
+        return [*listed_calls(self, [*schemas], ends, several, rules, begun), *lines]
+
+    def _forms(self, key: str, value: Value, rules: Rules, definitions: Mapping[str, Any]) -> Iterator[str]:
+        """Of an argument with its tags."""
+        before, as_text, as_json = self.tags
+        if not regex.fullmatch(r'[^<>"\n]+', key):
+            raise refusal(f"an argument cannot be called {key!r}: this model writes its name into a tag", "tools")
+        if value.any_text:
+            yield f"{rules.text(before + key + as_text)} text {rules.text(LINE_END)}"
+        for text in value.texts:
+            yield rules.text(before + key + as_text + text + self.ends[1])
+        for schema in value.schemas if as_text != as_json or not value.any_text else ():
+            yield f"{rules.text(before + key + as_json)} {json_rule(schema, definitions)} {rules.text(self.ends[1])}"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an argument may be: any text, some texts, or JSON that follows one of some schemas."""
+
+    any_text: bool = False
+    texts: tuple[str, ...] = ()
+    schemas: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, schema: Any, definitions: Mapping[str, Any]) -> Value:
+        any_text = False
+        texts: list[str] = []
+        schemas: list[Any] = []
+        for one in islice(alternatives(schema, definitions), MOST_KINDS):
+            limits = one.keys() - ANNOTATIONS
+            if not limits:
+                any_text = True
+                schemas.append({})
+            elif limits == {"type"} and one["type"] == "string":
+                any_text = True
+            elif limits <= {"type", "enum"} and all(isinstance(choice, str) for choice in one.get("enum", [None])):
+                texts += one["enum"]
+            else:
+                schemas.append(one)
+        return cls(any_text, tuple(texts), tuple(schemas))
+
+    @property
+    def is_text(self) -> bool:
+        return self.any_text and not self.schemas
+
+    def told(self, is_text: str | None) -> Value:
+        """As a tag says that it is a text, or not; None: it does not say."""
+        return self if is_text is None else Value(any_text=True) if is_text == "true" else Value(schemas=({},))
+
+    def read(self, written: str) -> str:
+        """As JSON."""
+        as_json = JSON_NAMES.get(written.strip(), written.strip())
+        kinds = [one.get("type") for one in self.schemas]
+        is_null = as_json == "null" and ("null" in kinds or not self.any_text)
+        if not is_null and (written in self.texts or self.any_text):
+            return json.dumps(written, ensure_ascii=False)
+        try:
+            found = from_json(as_json, allow_inf_nan=False)
+        except ValueError:
+            return json.dumps(written, ensure_ascii=False)
+        is_text = set(kinds) <= {"string"} and not isinstance(found, str)
+        return json.dumps(written, ensure_ascii=False) if is_text else as_json
+
+
+ANY_VALUE = Value(any_text=True)
+
+
+def values_of(schema: Any, arguments: Mapping[str, Any] | None = None) -> dict[str, Value]:
+    """By the names of the arguments of a function."""
+    if arguments is None:
+        arguments = (schema or {}).get("properties", {})
+    return {name: Value.of(one, definitions_of(schema)) for name, one in arguments.items()}
+
+
+def definitions_of(schema: Any) -> dict[str, Any]:
+    return {key: schema[key] for key in DEFINITIONS if key in schema} if isinstance(schema, dict) else {}
+
+
+def alternatives(schema: Any, definitions: Mapping[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The schemas that a value may follow, at least one, with references and unions resolved that stand alone."""
+    if not isinstance(schema, dict):
+        yield {"not": {}} if schema is False else {}
+        return
+    found, is_resolved = resolved(schema, definitions) if depth < DEEPEST else (), False
+    for one in found:
+        is_resolved = True
+        yield from alternatives(one, definitions, depth + 1)
+    if not is_resolved:
+        yield schema
+
+
+def resolved(schema: dict[str, Any], definitions: Mapping[str, Any]) -> Iterable[Any]:
+    """What a reference or a union stands for; nothing, where it is neither."""
+    limits, kinds, choices = schema.keys() - ANNOTATIONS, schema.get("type"), schema.get("enum")
+    if limits == {"$ref"}:
+        kind, _, name = str(schema["$ref"]).removeprefix("#/").partition("/")
+        known = definitions.get(kind)
+        return [known[name]] if isinstance(known, dict) and name in known else ()
+    if len(limits) == 1 and limits <= {"anyOf", "oneOf"}:
+        [union] = (schema[key] for key in limits)
+        return union if isinstance(union, list) else ()
+    if isinstance(kinds, list):
+        return (schema | {"type": kind} for kind in kinds)
+    if "const" in limits and choices is None:
+        return [{key: value for key, value in schema.items() if key != "const"} | {"enum": [schema["const"]]}]
+    if kinds is None and isinstance(choices, list):
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        others = [choice for choice in choices if not isinstance(choice, str)]
+        return [schema | {"enum": texts}, schema | {"enum": others}] if texts and others else ()
+    return ()
+
+
+def arguments_of(schema: Any, function: str) -> tuple[dict[str, Any], set[str]]:
+    """The schemas of a function's arguments by name, and which are required, for a form that writes them one by one."""
+    if unknown := sorted(schema.keys() - OF_ARGUMENTS):
+        message = f"{unknown[0]!r} beside the arguments of {function} cannot be followed in this model's form of calls"
+        raise refusal(message, "tools")
+    required = {name for name in schema.get("required", ()) if isinstance(name, str)}
+    properties = schema.get("properties", {})
+    return properties | {name: {} for name in sorted(required - properties.keys())}, required
 
 
 def json_object(text: str) -> dict[str, Any] | None:
@@ -210,6 +437,7 @@ def deepseek(name: str, sign: str, written: tuple[str, str, str], between: str) 
             SPACE + r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
             r"(?P<name>[^\s<]{1,128}+)\s*+(?:<｜tool▁sep｜>)?\s*+(?:```json)?\s*+(?=\{)"  # a long space is tried once
         ),
+        trigger="<｜tool▁call▁begin｜>",
         closing=regex.compile(r"\s*(?:```|<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>)"),
         written=written,
         around=DEEPSEEK_SECTION,
@@ -225,12 +453,37 @@ def mistral(sign: str, written: tuple[str, str, str], around: tuple[str, str], b
         opening=regex.compile(
             SPACE + r"\[TOOL_CALLS\]\s*(?:\[\s*|(?P<name>[^\s\[\]{]{1,128}+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*)?(?=\{)"
         ),
+        trigger="[TOOL_CALLS]",
         closing=regex.compile(r"\s*\]"),
         following=regex.compile(r"\s*,\s*(?=\{)"),
         written=written,
         around=around,
         between=between,
         new_id=short_id,
+    )
+
+
+def dsml(name: str, section: str) -> TaggedCalls:
+    """As `encoding_dsv32.py` in DeepSeek's repositories writes and reads them; V4 has another name for the section."""
+    return TaggedCalls(
+        names=(name,),
+        sign=regex.compile(rf"DSML.*{section}>", regex.DOTALL),
+        markers=("｜DSML｜",),
+        opening=regex.compile(
+            SPACE + rf'(?:<｜DSML｜{section}>\s*)?<｜DSML｜invoke\s+name="(?P<name>[^"\n]{{1,128}}+)"\s*+>'
+        ),
+        trigger="<｜DSML｜",
+        argument=regex.compile(
+            r'\s*+(?:<｜DSML｜parameter\s+name="(?P<key>[^"\n]{1,256}+)"\s+string="(?P<string>true|false)"\s*+>'
+            r"|(?P<end></｜DSML｜invoke>))"
+        ),
+        ending=regex.compile(r"</｜DSML｜parameter>(?=\s*</?｜DSML｜)"),
+        closing=regex.compile(rf"\s*</｜DSML｜{section}>"),
+        written=('<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n"),
+        tags=('<｜DSML｜parameter name="', '" string="true">', '" string="false">'),
+        ends=("</｜DSML｜parameter>", "</｜DSML｜parameter>\n"),
+        around=(f"<｜DSML｜{section}>\n", f"</｜DSML｜{section}>"),
+        between="",
     )
 
 
@@ -241,16 +494,33 @@ FORMATS: tuple[CallFormat, ...] = (  # names are vLLM's; of formats whose sign i
         sign=regex.compile(r"\A(?!.*(?:<function=|<arg_key>)).*<tool_call>", regex.DOTALL),
         markers=("<tool_call>", "</tool_call>"),
         opening=regex.compile(SPACE + r"<tool_call>\s*(?=\{)"),
+        trigger="<tool_call>",
         closing=regex.compile(r"\s*</tool_call>"),
         written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
         between="\n",
+    ),
+    TaggedCalls(
+        names=("qwen3_coder", "qwen3_xml"),
+        sign=regex.compile(r"<tool_call>.*<function=.*<parameter=", regex.DOTALL),
+        markers=("<tool_call>", "</tool_call>"),
+        opening=regex.compile(SPACE + r"(?:<tool_call>\s*)?<function=(?P<name>[^\s<>]{1,128}+)>"),
+        trigger="<function=",
+        argument=regex.compile(r"\s*+(?:<parameter=(?P<key>[^<>\n]{1,256}+)>|(?P<end></function>|(?=</tool_call>)))"),
+        ending=regex.compile(r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"),
+        closing=regex.compile(r"\s*</tool_call>"),
+        written=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+        tags=("<parameter=", ">\n", ">\n"),
+        ends=("</parameter>", "\n</parameter>\n"),
     ),
     PythonicCalls(
         names=("pythonic", "llama4_pythonic"),
         sign=regex.compile(r"\[func_name1\("),
         markers=("<|python_start|>", "<|python_end|>"),
         opening=regex.compile(SPACE + r"<\|python_start\|>\s*(?=\[)"),
+        trigger="<|python_start|>",
+        end="<|python_end|>",
         bare=regex.compile(r"\s*(?=\[[^\W\d])"),
+        beginning=r"\s*([^\s\[](?s:.*)|\[([\W\d](?s:.*))?)?",
         closing=regex.compile(r"\s*<\|python_end\|>"),
     ),
     JSONCalls(
@@ -258,7 +528,9 @@ FORMATS: tuple[CallFormat, ...] = (  # names are vLLM's; of formats whose sign i
         sign=regex.compile(r'<\|python_tag\|>|"name": function name, "parameters"'),
         markers=("<|python_tag|>",),
         opening=regex.compile(SPACE + r"<\|python_tag\|>\s*(?=\{)"),
+        trigger="<|python_tag|>",
         bare=regex.compile(r"\s*(?=\{)"),
+        beginning=r"\s*([^\s{](?s:.*))?",
         following=regex.compile(r"\s*;\s*(?=\{)"),
         written=('{"name": "', '", "parameters": ', "}"),
     ),
@@ -276,6 +548,8 @@ FORMATS: tuple[CallFormat, ...] = (  # names are vLLM's; of formats whose sign i
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         between="",
     ),
+    dsml("deepseek_v32", "function_calls"),
+    dsml("deepseek_v4", "tool_calls"),
 )
 NAMES = tuple(dict.fromkeys(name for one in FORMATS for name in one.names))
 
