@@ -253,9 +253,9 @@ def fake_engine(texts: int, faulty: bool, window: int, descriptor: int) -> None:
     os._exit(reporting_faults(connection, serve))
 
 
-def fake_command(texts: int = 64, faulty: bool = True, window: int = WINDOW) -> list[str]:
+def fake_command(texts: int = 64, faulty: bool = True, window: int = WINDOW, before: str = "pass") -> list[str]:
     given = f"{texts}, {faulty}, {window}"
-    code = f"import serve_tools, sys; serve_tools.fake_engine({given}, int(sys.argv[1]))"
+    code = f"{before}; import serve_tools, sys; serve_tools.fake_engine({given}, int(sys.argv[1]))"
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {code}"]
 
 
@@ -267,11 +267,12 @@ from draftgraph.serve.settings import ServerSettings
 import draftgraph.serve.engine as engine
 class Fake(engine.Engine):
     def __init__(self, command, settings):
-        super().__init__(fake_command(), settings)
+        super().__init__(fake_command(before=before), settings)
 run.Engine = Fake
 settings = {{"model_name": "fake", "port": 0, "grace": 2.0}} | json.loads((sys.argv[1:] or ["{{}}"])[0])
+before = settings.pop("before", "pass")
 run.run(ServerSettings(**settings), tokenizer(), {{}})
-"""  # in a process of its own, which may be given settings in JSON
+"""  # in a process of its own, which may be given settings in JSON; `before`: what its engine does first
 
 
 class LiveServer:

@@ -1,5 +1,6 @@
 """The log: how every request ended and under which name, as text or JSON; and that a server says when it stops."""
 
+import asyncio
 import json
 import logging
 import re
@@ -9,9 +10,9 @@ import sys
 
 import httpx
 import pytest
-from serve_tools import DIE, SERVE, SLOW, LiveServer, by_label, wait_until
+from serve_tools import DIE, FAULT, SERVE, SLOW, LiveServer, by_label, wait_until
 
-from draftgraph.serve.logs import JSONLines, logging_to_stderr
+from draftgraph.serve.logs import JSONLines, log_lines, logging_to_stderr
 from draftgraph.serve.settings import ServerSettings
 
 ROUTE = "/v1/completions"
@@ -153,6 +154,38 @@ def test_every_line_is_json_if_asked_for():
     lines = [json.loads(line) for line in log.splitlines()]
     assert "/v1/models" in {line.get("route") for line in lines}
     assert lines[-1]["message"].startswith("stopped after")
+
+
+NOISE = (
+    "import os, warnings; os.write(2, b'native: half'); os.write(2, b' a line\\n\\xff'); warnings.warn('of a library')"
+)
+
+
+def test_what_the_engine_writes_is_json_too():
+    """What native code writes, a warning, and an error in one line with its traceback."""
+
+    def fail(url) -> None:
+        assert httpx.post(url + ROUTE, json={"prompt": FAULT, "max_tokens": 4}).status_code == 503
+
+    lines = [json.loads(line) for line in served_log(fail, log_format="json", before=NOISE).splitlines()]
+    said = [line["message"] for line in lines if line["logger"] == "draftgraph.engine"]
+    assert said[0] == "native: half a line" and said[1].startswith("\ufffd") and "of a library" in said[1]
+    [fault] = [line for line in lines if "Traceback" in line["message"]]
+    assert fault["level"] == "error" and "an illegal memory access" in fault["message"]
+
+
+def test_all_that_the_engine_writes_is_told_at_every_level(capsys):
+    async def written() -> None:
+        stream = asyncio.StreamReader()
+        stream.feed_data(b"".join(b"line %d\n" % number for number in range(20)) + b"x" * 100_000 + b"\nlast words")
+        stream.feed_eof()
+        await log_lines(stream)
+
+    with logging_to_stderr(ServerSettings(log_level="error", log_format="json")):
+        asyncio.run(written())
+    told = [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()]
+    assert told[:20] == [f"line {number}" for number in range(20)] and told[-1] == "last words"
+    assert "".join(told[20:-1]) == "x" * 100_000
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 from draftgraph.batching.job import Job, Kind, Progress
 from draftgraph.serve import wire
 from draftgraph.serve.errors import failure
+from draftgraph.serve.logs import log_lines
 from draftgraph.serve.quota import Quota
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
@@ -22,6 +23,7 @@ MOST_UNREAD = 1 << 16  # tokens, scores and nodes of one request that its client
 MOST_TOKENS = 1 << 22  # that one request sends, once for each answer: to write them takes a third of a second
 SLACK = 5.0  # seconds past its deadline, or its end, after which a job is given up without a message of the engine
 EXIT_SECONDS = 5.0  # for an engine to end after a stop message
+LAST_WORDS = 0.5  # seconds for what it has written on stderr when it ended
 SOUND_SECONDS = 60.0  # an engine that ran this long is started again without waiting longer than the first time
 
 
@@ -175,7 +177,7 @@ class Engine:
     async def _run_once(self) -> str:
         """Starts a process and reads its messages until it ends; returns why it ended, in one line."""
         ours, theirs = socket.socketpair()
-        process, guard = None, None
+        process, guard, output = None, None, None
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -183,9 +185,12 @@ class Engine:
                     str(theirs.fileno()),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE if self._settings.log_format == "json" else None,
                     start_new_session=True,  # Ctrl-C is for the API, which lets requests come to their end
                 )
             self.process_id = process.pid
+            if process.stderr is not None:
+                output = asyncio.create_task(log_lines(process.stderr))
             guard = asyncio.create_task(self._kill_if_silent(process))
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=wire.LONGEST_LINE)
             fault = await self._read(reader)
@@ -200,6 +205,11 @@ class Engine:
             if process is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
+            if output is not None:
+                await asyncio.wait(
+                    {output}, timeout=LAST_WORDS
+                )  # a process that it has started may still hold the pipe
+                output.cancel()
 
     async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
         """A ready engine sends a message every second, unless a pass takes longer or never ends."""
@@ -224,6 +234,8 @@ class Engine:
                 elif "ready" in message:
                     self.ready, self._was_ready = wire.read(Ready, message["ready"]), True
                     logger.info("the model is ready: %s", self.ready)
+                elif "traceback" in message:
+                    logger.error("the engine raised an error:\n%s", message["traceback"])
                 elif "fault" in message:
                     fault = str(message["fault"])
         return fault

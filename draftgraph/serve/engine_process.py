@@ -87,7 +87,7 @@ class Loop:
         except UsageError as error:
             self._refuse(fields["id"], "usage", str(error))
         except Exception as error:
-            traceback.print_exc()
+            self.send({"traceback": traceback.format_exc()})
             self._refuse(fields["id"], "engine", in_one_line(error))
 
     def _refuse(self, id: str, kind: Kind, why: str) -> None:
@@ -118,7 +118,7 @@ def reporting_faults(connection: socket.socket, work: Callable[[], None]) -> int
         return 0  # the API went away
     except BaseException as error:
         if not isinstance(error, DraftGraphError):
-            traceback.print_exc()
+            connection.sendall(wire.line({"traceback": traceback.format_exc()}))
         connection.sendall(wire.line({"fault": in_one_line(error)}))
         return FAULT
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -11,6 +12,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from draftgraph.serve.settings import ServerSettings
+
+LONGEST_LINE = 1 << 16  # bytes
+output = logging.getLogger("draftgraph.engine")  # what its process writes, whatever level is asked for
+output.setLevel(logging.INFO)
 
 
 @contextlib.contextmanager
@@ -34,6 +39,23 @@ def set_levels(disabled: int, libraries: int, own: int) -> None:
     logging.disable(disabled)
     logging.root.setLevel(libraries)
     logging.getLogger("draftgraph.serve").setLevel(own)
+
+
+async def log_lines(stream: asyncio.StreamReader) -> None:
+    """Until it ends; libraries write there in their own ways."""
+    rest = b""
+    while chunk := await stream.read(LONGEST_LINE):
+        *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            log_line(line)
+    log_line(rest)
+
+
+def log_line(line: bytes) -> None:
+    if text := line.decode("utf-8", "replace").strip():
+        output.info("%s", text)
 
 
 class JSONLines(logging.Formatter):
