@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import GraphDecoder, fresh_seed
 from draftgraph.errors import UsageError
+from draftgraph.extras import install_command
 from draftgraph.pair import load
 from draftgraph.stats import Stats
 
@@ -25,7 +26,7 @@ try:
     from lm_eval.models.utils_hf import stop_sequences_criteria
     from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
-    raise UsageError("an evaluation needs lm-eval: pip install 'draftgraph[eval]'") from error
+    raise UsageError(f"an evaluation needs lm-eval: {install_command('eval')}") from error
 
 OF_LOADING = frozenset(("target", "draft", "device", "dtype", "revision", "trust_remote_code"))
 OF_GRAPH = frozenset(field.name for field in fields(GraphConfig))

@@ -19,6 +19,7 @@ from draftgraph.bench.answers import Answer, TargetAnswers, loops
 from draftgraph.bench.replay import Replay
 from draftgraph.bench.structures import BEST_FIRST, STRUCTURES
 from draftgraph.bench.tasks import read_tasks
+from draftgraph.extras import install_command
 from draftgraph.models.draft import cut_student, save_draft
 from draftgraph.pair import Pair, load
 
@@ -319,7 +320,7 @@ def test_a_missing_matplotlib_is_named_before_any_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("draftgraph.cli.bench.load_pair", lambda settings: pytest.fail("loaded"))
     done = run("bench", "draft", folder, "--data", data, "--out", tmp_path / "out")
-    refused(done, "pip install 'draftgraph[bench]'")
+    refused(done, install_command("bench"))
 
 
 @pytest.mark.parametrize(

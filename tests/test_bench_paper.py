@@ -29,6 +29,7 @@ from draftgraph.bench.runs import FILE, Deadline, Record, read_records
 from draftgraph.bench.structures import mode_named
 from draftgraph.bench.tasks import TaskPrompt
 from draftgraph.decoder import weights_read
+from draftgraph.extras import install_command
 from draftgraph.pair import Pair
 
 PROBLEM = TaskPrompt("the cat sat", "1 + 1 = 2 #### 2", "math")
@@ -217,8 +218,8 @@ def test_without_optuna_the_study_says_so_and_goes_on(
     shutil.copytree(study, tmp_path / "copy", ignore=shutil.ignore_patterns("search"))
     assert bench_paper(pair, TASKS, tmp_path / "copy", size=SIZE)
     told = capsys.readouterr().err.splitlines()
-    assert [line for line in told if "optuna" in line and "pip install 'draftgraph[tune]'" in line] == told[:1]
-    assert "pip install 'draftgraph[tune]'" in found(tmp_path / "copy", "question-3").answer
+    assert [line for line in told if "optuna" in line and install_command("tune") in line] == told[:1]
+    assert install_command("tune") in found(tmp_path / "copy", "question-3").answer
     assert not (tmp_path / "copy" / "search").exists()
 
 

@@ -27,6 +27,7 @@ from draftgraph.distillation.code_prompts import (
 )
 from draftgraph.distillation.prompts import REQUESTS, Prompt, read_prompts, requests_about
 from draftgraph.errors import UsageError
+from draftgraph.extras import install_command
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def test_a_dataset_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError) as error:
         read_prompts("datasets:owner/name", None, None, 0)
-    assert "pip install 'draftgraph[distill]'" in one_line_of(error)
+    assert install_command("distill") in one_line_of(error)
 
 
 def test_a_dataset_is_read_from_its_usual_or_chosen_column(datasets):

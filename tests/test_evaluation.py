@@ -17,6 +17,7 @@ from tiny_models import REPOSITORY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftgraph.errors import UsageError
+from draftgraph.extras import install_command
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'draftgraph[eval]'")
 
@@ -198,4 +199,4 @@ def test_a_wrong_argument_is_one_line(run: Runner, monkeypatch: pytest.MonkeyPat
 def test_a_missing_harness_is_named(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "draftgraph.evaluation")
     monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
-    refused(run("eval", "--tasks", "gsm8k"), "pip install 'draftgraph[eval]'")
+    refused(run("eval", "--tasks", "gsm8k"), install_command("eval"))

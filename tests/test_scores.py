@@ -14,6 +14,7 @@ from cli_tools import Runner, refused
 from draftgraph.bench import bench_run
 from draftgraph.bench.runs import Record, read_records
 from draftgraph.bench.tasks import Scorer, TaskPrompt, accuracy, last_number, rouge, scorer_of, scores_of, translation
+from draftgraph.extras import install_command
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -113,7 +114,7 @@ def test_without_its_package_a_score_is_left_out_with_a_hint(
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     rows = [answer("off", 0, "a", "b"), answer("off", 0, "a", "b", task="ende"), answer("off", 1, "4", "#### 4")]
     assert [score.metric for score in scores_of(rows)] == ["accuracy"]
-    assert capsys.readouterr().err == ("draftgraph: some task scores need sacrebleu: pip install 'draftgraph[bench]'\n")
+    assert capsys.readouterr().err == f"draftgraph: some task scores need sacrebleu: {install_command('bench')}\n"
 
 
 # In a run and its report

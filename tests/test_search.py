@@ -18,6 +18,7 @@ from draftgraph.bench.runs import Deadline, Record
 from draftgraph.bench.searching import ROUNDS, Outcome, SearchReport, search
 from draftgraph.bench.speed import pair_key
 from draftgraph.bench.stopwatch import Stopwatch
+from draftgraph.extras import install_command
 from draftgraph.pair import Pair, load
 from draftgraph.profile import FIELDS, Profile, read_profile
 
@@ -254,7 +255,7 @@ def test_wrong_use_is_refused_before_any_work(run, folder, data, tmp_path, monke
     refused(run(*search_options, "--trials", 0), "trials")
     refused(run(*search_options, "--tasks", "dogs"), "dogs")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    refused(run(*search_options), "pip install 'draftgraph[tune]'")
+    refused(run(*search_options), install_command("tune"))
 
 
 @pytest.mark.parametrize("seed", range(6))

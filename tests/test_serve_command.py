@@ -16,6 +16,7 @@ from cli_tools import Runner, refused
 from serve_tools import SERVE
 
 import draftgraph.serve.run
+from draftgraph.extras import install_command
 from draftgraph.serve.engine_process import Loop, reporting_faults
 
 TESTS = Path(__file__).resolve().parent
@@ -128,7 +129,7 @@ def test_missing_packages_are_named_with_what_installs_them(run, monkeypatch):
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without_uvicorn)
-    refused(run("serve"), "uvicorn", "pip install 'draftgraph[serve]'", status=1)
+    refused(run("serve"), "uvicorn", install_command("serve"), status=1)
 
 
 def test_help_needs_none_of_them():
@@ -214,6 +215,7 @@ def test_a_step_that_fails_is_told_in_one_line(wire):
     _, theirs, told = wire
     assert reporting_faults(theirs, lambda: Loop(theirs, Pieces(), dict).run({"model": "x"})) == 70
     assert next(told) == {"ready": {"model": "x"}}
+    assert next(told)["traceback"].startswith("Traceback")
     assert next(told) == {"fault": "ValueError: broken into pieces"}
 
 

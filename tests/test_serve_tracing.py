@@ -1,5 +1,6 @@
 """Traces: one span for each request at a collector, under the client's, with figures and without what was asked."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from serve_tools import SLOW, LiveServer, wait_until
 
 from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.extras import install_command
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.tracing import tracing_of
 
@@ -152,9 +154,9 @@ def test_without_an_endpoint_nothing_is_imported(monkeypatch):
 
 def test_what_is_missing_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(DraftGraphError, match=r"pip install 'draftgraph\[otel\]'"):
+    with pytest.raises(DraftGraphError, match=re.escape(install_command("otel"))):
         tracing_of(ServerSettings(otlp_endpoint="http://127.0.0.1:9"))
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
-    assert tracing_of(ServerSettings()) is None and "draftgraph[otel]" in capsys.readouterr().err
+    assert tracing_of(ServerSettings()) is None and install_command("otel") in capsys.readouterr().err
     with pytest.raises(UsageError, match="must be the URL"):
         tracing_of(ServerSettings(otlp_endpoint="localhost:4318"))

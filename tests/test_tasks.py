@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from cli_tools import Runner
 from draftgraph import UsageError
 from draftgraph.bench.structures import DEFAULT, PEERS, SUITES, mode_named, suite_named
 from draftgraph.bench.tasks import HUB, OWN_FOLDER, TaskPrompt, read_tasks, scorer_of
+from draftgraph.extras import install_command
 
 OWN_TASKS = ["code", "from_en", "instruct", "math", "questions", "story", "summary", "to_en"]
 SCORED = {"from_en", "math", "summary", "to_en"}
@@ -156,7 +158,7 @@ def test_a_dataset_that_cannot_be_read_says_why_in_one_line(
     with pytest.raises(UsageError, match=f"there is no hub:nothing: choose of hub:gsm8k, .*hub:{list(HUB)[-1]}"):
         read_tasks(["hub:nothing"])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"needs the datasets package: pip install 'draftgraph\[bench\]'"):
+    with pytest.raises(UsageError, match=re.escape(f"needs the datasets package: {install_command('bench')}")):
         read_tasks(["hub:xsum"])
     monkeypatch.setenv("DRAFTGRAPH_OFFLINE", "1")
     with pytest.raises(UsageError, match="hub:xsum must be fetched"):

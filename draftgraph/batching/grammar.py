@@ -12,6 +12,7 @@ from copy import copy
 from typing import Any
 
 from draftgraph.errors import UsageError
+from draftgraph.extras import needed
 
 LIMITS: dict[
     str, Any
@@ -111,8 +112,4 @@ def described(tokenizer: Any) -> dict[str, Any]:
 
 
 def vocabulary_from(**described: Any) -> Any:
-    try:
-        from llguidance import LLTokenizer
-    except ImportError as error:
-        raise UsageError("a grammar needs llguidance: pip install 'draftgraph[serve]'") from error
-    return LLTokenizer(**described)
+    return needed("llguidance", "a grammar needs llguidance", "serve").LLTokenizer(**described)

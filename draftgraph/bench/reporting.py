@@ -6,13 +6,12 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from draftgraph.errors import UsageError
+from draftgraph.extras import needed
 from draftgraph.files import replacing
 
 MEAN = "mean"  # the last row of a table, drawn apart
@@ -81,14 +80,6 @@ def write_files(folder: Path, contents: Mapping[str, str | dict[str, Any]]) -> N
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
         with replacing(folder / name) as partial:
             partial.write_text(text, encoding="utf-8")
-
-
-def needed(module: str, words: str, extra: str) -> Any:
-    """An optional package; without it, one line that says who needs it and how to get it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UsageError(f"{words}: pip install 'draftgraph[{extra}]'") from error
 
 
 def need_matplotlib() -> None:

@@ -20,6 +20,7 @@ from draftgraph.bench.speed_report import Speed, geometric_mean, mode_figures, r
 from draftgraph.bench.stopwatch import Stopwatch
 from draftgraph.config import CHOICES, GraphConfig
 from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.extras import needed
 from draftgraph.files import claimed, held_alone
 from draftgraph.notices import notice, progress_bar
 from draftgraph.pair import Pair
@@ -240,7 +241,7 @@ def trial_named(trial: FrozenTrial) -> str:
 
 
 def need_optuna() -> None:
-    reporting.needed("optuna", "a search needs optuna", "tune")
+    needed("optuna", "a search needs optuna", "tune")
 
 
 @contextmanager

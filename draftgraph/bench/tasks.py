@@ -8,15 +8,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from draftgraph.bench.reporting import Table, needed, read_data
+from draftgraph.bench.reporting import Table, read_data
 from draftgraph.bench.runs import Record
 from draftgraph.errors import UsageError, one_line
+from draftgraph.extras import needed
 from draftgraph.files import offline
 from draftgraph.notices import notice
 from draftgraph.text import decode
@@ -104,10 +104,7 @@ def hub_prompts(name: str) -> Iterator[TaskPrompt]:
     task = HUB[name]
     if offline():
         raise UsageError(f"hub:{name} must be fetched, and HF_HUB_OFFLINE or DRAFTGRAPH_OFFLINE forbids it: use own")
-    try:
-        load_dataset: Any = import_module("datasets").load_dataset
-    except (ImportError, AttributeError) as error:  # a folder named datasets imports too, as an empty package
-        raise UsageError(f"hub:{name} needs the datasets package: pip install 'draftgraph[bench]'") from error
+    load_dataset = needed("datasets", f"hub:{name} needs the datasets package", "bench", "load_dataset")
     try:
         for row in load_dataset(task.path, task.config, split=task.split, streaming=True):
             yield task.prompt_of(row)

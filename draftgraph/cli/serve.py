@@ -9,6 +9,7 @@ from typing import Any
 from draftgraph.cli.options import MODELS, Settings
 from draftgraph.cli.terminal import busy, complain
 from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.extras import install_command
 from draftgraph.serve.settings import ServerSettings, is_loopback, read_keys
 
 SERVE_OPTIONS = (
@@ -86,7 +87,7 @@ def refuse_missing_packages() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise DraftGraphError(f"serve needs {error.name}: pip install 'draftgraph[serve]'") from error
+        raise DraftGraphError(f"serve needs {error.name}: {install_command('serve')}") from error
 
 
 def name_of(target: str | None) -> str:

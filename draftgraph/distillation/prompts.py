@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from draftgraph.distillation.code_prompts import WORDS, python_prompts
 from draftgraph.distillation.progress import Reporter
 from draftgraph.distillation.sampler import Sampler
 from draftgraph.errors import UsageError, one_line
+from draftgraph.extras import needed
 from draftgraph.generation import context_window, stop_ids_of
 from draftgraph.notices import Report, silent
 from draftgraph.text import HALF_A_CHARACTER
@@ -140,10 +140,7 @@ def _rows_of_dataset(source: str) -> Iterator[Prompt]:
     if parts is None:
         raise UsageError(f"{source}: write datasets:NAME, datasets:NAME:SPLIT or datasets:NAME:SPLIT:COLUMN")
     name, split, column = parts["name"], parts["split"] or "train", parts["column"]
-    try:
-        load_dataset: Any = import_module("datasets").load_dataset
-    except (ImportError, AttributeError) as error:  # a folder named datasets imports too, as an empty package
-        raise UsageError(f"{source} needs the datasets package: pip install 'draftgraph[distill]'") from error
+    load_dataset = needed("datasets", f"{source} needs the datasets package", "distill", "load_dataset")
     try:
         dataset = load_dataset(name, split=split)
         there: list[str] = list(dataset.column_names)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftgraph import __version__
 from draftgraph.errors import DraftGraphError, UsageError
+from draftgraph.extras import install_command
 from draftgraph.notices import notice
 from draftgraph.serve.settings import ServerSettings
 
@@ -33,7 +34,7 @@ def tracing_of(settings: ServerSettings) -> Tracing | None:
     try:
         return Tracing(settings)
     except ImportError as error:
-        missing = f"traces need {error.name}: pip install 'draftgraph[otel]'"
+        missing = f"traces need {error.name}: {install_command('otel')}"
         if endpoint is not None:
             raise DraftGraphError(missing) from error
         notice(missing)  # the variable may be set for every process of a cluster
