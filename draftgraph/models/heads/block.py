@@ -19,7 +19,15 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftgraph import private
 from draftgraph.models.draft import text_config
-from draftgraph.models.heads.head import Head, HeadOutput, bare_head, kept_rows, masks_of, positions_after
+from draftgraph.models.heads.head import (
+    Head,
+    HeadOutput,
+    bare_head,
+    kept_rows,
+    layers_like,
+    masks_of,
+    positions_after,
+)
 
 
 class BlockAttention(Qwen3Attention):
@@ -144,24 +152,8 @@ def new_block_head(
     """A head to be trained: random layers as wide as the target's, which lends its embedding and output matrix.
     `fields` go into the configuration: `reads`, `intermediate_size`, ..."""
     of = text_config(target.config)
-    size = getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
-    given = {
-        "vocab_size": of.vocab_size,
-        "hidden_size": of.hidden_size,
-        "intermediate_size": of.intermediate_size,
-        "num_attention_heads": of.num_attention_heads,
-        "num_key_value_heads": getattr(of, "num_key_value_heads", None) or of.num_attention_heads,
-        "head_dim": size,
-        "max_position_embeddings": of.max_position_embeddings,
-        "rms_norm_eps": getattr(of, "rms_norm_eps", 1e-6),
-        "num_hidden_layers": layers,
-        "tie_word_embeddings": False,
-        "reads": spread_reads(min(5, of.num_hidden_layers - 1), of.num_hidden_layers),
-        "draft_vocab_size": of.vocab_size,
-        "target_hidden_size": of.hidden_size,
-        "block_size": block_size,
-        "mask_token_id": mask_token_id,
-        "causal": causal,
-    }
-    head: BlockHead = bare_head(BlockHead, Qwen3Config(**(given | fields)), target)
+    reads = spread_reads(min(5, of.num_hidden_layers - 1), of.num_hidden_layers)
+    own = {"reads": reads, "draft_vocab_size": of.vocab_size, "block_size": block_size, "causal": causal}
+    config = Qwen3Config(**(layers_like(of, layers) | own | {"mask_token_id": mask_token_id} | fields))
+    head: BlockHead = bare_head(BlockHead, config, target)
     return head

@@ -97,6 +97,29 @@ def kept_rows(logits_to_keep: Any) -> Any:
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 
+def layers_like(of: Any, layers: int) -> dict[str, Any]:
+    """The configuration of so many decoder layers as wide as those of a target, and with its rotary embedding, if that
+    is a plain one."""
+    found = {
+        "vocab_size": of.vocab_size,
+        "hidden_size": of.hidden_size,
+        "intermediate_size": of.intermediate_size,
+        "num_attention_heads": of.num_attention_heads,
+        "num_key_value_heads": getattr(of, "num_key_value_heads", None) or of.num_attention_heads,
+        "head_dim": getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads,
+        "max_position_embeddings": of.max_position_embeddings,
+        "rms_norm_eps": getattr(of, "rms_norm_eps", 1e-6),
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": False,
+        "target_hidden_size": of.hidden_size,
+    }
+    rope = getattr(of, "rope_parameters", None)
+    plain = isinstance(rope, dict) and rope.get("rope_type", "default") == "default" and "rope_theta" in rope
+    if isinstance(rope, dict) and plain and rope.get("partial_rotary_factor", 1) == 1:
+        found["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return found
+
+
 def lent_embedding(target: Any) -> nn.Module:
     """A frozen module of its own around the target's embedding matrix."""
     embedding = copy.copy(target.get_input_embeddings())

@@ -11,7 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftgraph.models.draft import text_config
-from draftgraph.models.heads.head import Head, HeadOutput, bare_head, kept_rows, masks_of, positions_after
+from draftgraph.models.heads.head import (
+    Head,
+    HeadOutput,
+    bare_head,
+    kept_rows,
+    layers_like,
+    masks_of,
+    positions_after,
+)
 
 LAYERS: dict[str, type[Any]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 CHOICES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of a configuration, all False at first
@@ -113,26 +121,8 @@ def new_states_head(target: Any, token_map: Tensor | None = None, layers: int = 
     """A head to be trained: random layers as wide as the target's, and its output rows for the tokens of the map (for
     all, without one). `fields` go into the configuration: `reads`, `norm_before_residual`, `intermediate_size`, ..."""
     of = text_config(target.config)
-    size = getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
     columns = of.vocab_size if token_map is None else len(token_map)
-    given = {
-        "vocab_size": of.vocab_size,
-        "hidden_size": of.hidden_size,
-        "intermediate_size": of.intermediate_size,
-        "num_attention_heads": of.num_attention_heads,
-        "num_key_value_heads": getattr(of, "num_key_value_heads", None) or of.num_attention_heads,
-        "head_dim": size,
-        "max_position_embeddings": of.max_position_embeddings,
-        "rms_norm_eps": getattr(of, "rms_norm_eps", 1e-6),
-        "num_hidden_layers": layers,
-        "tie_word_embeddings": False,
-        "reads": default_reads(of.num_hidden_layers),
-        "draft_vocab_size": columns,
-        "target_hidden_size": of.hidden_size,
-    }
-    rope = getattr(of, "rope_parameters", None)
-    plain = isinstance(rope, dict) and rope.get("rope_type", "default") == "default" and "rope_theta" in rope
-    if isinstance(rope, dict) and plain and rope.get("partial_rotary_factor", 1) == 1:
-        given["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    head: StatesHead = bare_head(StatesHead, LlamaConfig(**(given | fields)), target, token_map)
+    own = {"reads": default_reads(of.num_hidden_layers), "draft_vocab_size": columns}
+    config = LlamaConfig(**(layers_like(of, layers) | own | fields))
+    head: StatesHead = bare_head(StatesHead, config, target, token_map)
     return head
