@@ -29,10 +29,11 @@ from head_tools import (
 from safetensors.torch import load_file, save_file
 from tiny_models import one_line_of
 
+import draftgraph
 from draftgraph.errors import UsageError
 from draftgraph.models.heads.block import new_block_head
 from draftgraph.models.heads.formats import export_head, is_head_folder, load_head
-from draftgraph.models.heads.states import new_states_head
+from draftgraph.models.heads.states import StatesHead, new_states_head
 
 BOUND = 1e-4
 
@@ -390,6 +391,11 @@ def test_folder_of_a_head_is_told_by_its_configuration(target, eagle_folder, blo
     assert not is_head_folder(target.config.name_or_path)
     assert not is_head_folder(tmp_path)
     assert "holds no trained head" in refusal(target.config.name_or_path, target)
+
+
+def test_folder_of_a_head_can_be_named_as_the_draft(target, eagle_folder):
+    pair = draftgraph.load(target, draft=eagle_folder)
+    assert pair.target is target and isinstance(pair.draft, StatesHead) and pair.draft.token_map is not None
 
 
 @pytest.mark.parametrize(
