@@ -41,7 +41,7 @@ class MtpHead(Head):
 
     def __init__(self, decoder: Any) -> None:
         """`decoder`: a model of the target's class with one layer, whose last norm is that of the layer's output."""
-        config = copy.copy(decoder.config)  # of its own: transformers asks a model with a choice of experts for some
+        config = copy.copy(decoder.config)  # transformers refuses a choice of how experts run where a class has none
         private.set_implementation(config, "_experts_implementation", None)
         super().__init__(config)
         self.width = hidden = decoder.config.hidden_size
