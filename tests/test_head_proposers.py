@@ -23,6 +23,7 @@ from draftgraph.engine.eager import EagerEngine
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Segment
+from draftgraph.engine.states import place_in
 from draftgraph.generation import prepare
 from draftgraph.models.heads.block import new_block_head
 from draftgraph.models.heads.mtp import filled_mtp, layouts_behind
@@ -151,6 +152,18 @@ class TestStates:
             told = model(torch.arange(5, 15)[None], output_hidden_states=True).hidden_states
         expected = torch.cat([told[number][0] for number in (0, 1, layers)], dim=-1)
         torch.testing.assert_close(result.states, expected)
+
+    @torch.no_grad()
+    def test_a_recorded_pass_leaves_them_in_one_place(self):
+        engine, text, reads = engine_of("static", target()), list(range(5, 25)), (2, 4)
+        engine.read_states(reads)
+        for count in (3, 20):  # passes of two shapes
+            segments = [Segment.of_text(engine.open(), text[:count], scored) for scored in (True, False)]
+            results = engine.run(segments)
+            assert [place_in(engine.left, result.states) for result in results] == [0, count]
+            for result in results:
+                torch.testing.assert_close(result.states, states_of(text[:count], reads), rtol=1e-4, atol=1e-5)
+        assert place_in(engine.left, results[0].states.clone()) is None
 
     @torch.no_grad()
     def test_a_pass_is_the_same_with_and_without(self):

@@ -31,6 +31,7 @@ class EagerEngine:
     asynchronous = captured = compiled = False
     widths: tuple[int, ...] = ()
     slots = used = 0
+    left: Tensor | None = None
 
     def __init__(self, model: Any, branching: bool = True, offsets: bool = True) -> None:
         self.model, self.branching, self.adapters = model, branching, Adapters(model, {})

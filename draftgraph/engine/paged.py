@@ -47,7 +47,7 @@ from draftgraph.engine.protocol import (
     ranked,
 )
 from draftgraph.engine.rope import RopeSwitch
-from draftgraph.engine.states import Taps, own_states
+from draftgraph.engine.states import Taps, memory_for, own_states
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.graph import WORD, Floats, Ints
 from draftgraph.kernels.attention import PagedPass
@@ -88,6 +88,7 @@ class PagedEngine:
 
     branching = True
     most: int | None = None
+    left: Tensor | None = None
 
     def __init__(
         self,
@@ -166,6 +167,7 @@ class PagedEngine:
     def read_states(self, reads: tuple[int, ...]) -> None:
         if reads != self._taps.reads:
             self._taps = Taps(self.model, reads)
+            self.left = memory_for(self.model, reads, NODES[-1]) if self.captured and reads else None
             self._forget_passes()
             self._borrow()
 
@@ -317,6 +319,8 @@ class PagedEngine:
                 return self._program(self.cache, *given, shape.scored, host.get("adapters"))
             told = data.tokens, data.positions, data.slots, data.paged
             logits, states = self.compute(*told, kept, data.adapters, data.states)
+            if self.left is not None and states is not None:
+                states = self.left[: shape.nodes].copy_(states)
             if ranking is not None and shape.scored:
                 ranking.copy_(ranked(logits), non_blocking=True)
             if proposed is not None and wanted is not None:
@@ -349,11 +353,10 @@ class PagedEngine:
         positions: Tensor,
         slots: Tensor,
         data: PagedPass,
-        kept: Tensor | None = None,
-        adapters: Tensor | None = None,
-    ) -> Tensor:
-        """The logits that `compute` gives."""
-        return self.compute(tokens, positions, slots, data, kept, adapters)[0]
+        given: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `compute` gives for all nodes, without adapters."""
+        return self.compute(tokens, positions, slots, data, None, None, given)
 
     def compute(
         self,

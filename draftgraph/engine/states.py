@@ -81,6 +81,20 @@ def decoder_layers(model: Any) -> tuple[Any, nn.Module]:
     raise UnsupportedModelError(f"{type(whole).__name__} has no list of {count} layers whose states could be read")
 
 
+def memory_for(model: Any, reads: tuple[int, ...], nodes: int) -> Tensor:
+    """Where recorded passes over so many nodes leave these states. # [nodes, len(reads) * hidden]"""
+    hidden = unwrapped(model).config.get_text_config(decoder=True).hidden_size
+    device = model.get_input_embeddings().weight.device
+    return torch.zeros((nodes, len(reads) * hidden), dtype=model.dtype, device=device)
+
+
+def place_in(memory: Tensor, rows: Tensor) -> int | None:
+    """The place in memory of the first of these rows; None: they are a copy."""
+    if rows.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+        return None
+    return rows.storage_offset() // memory.shape[1]
+
+
 def own_states(out: Any, taps: Taps) -> Tensor | None:
     """What a pass left of hidden states: those that a head hands on, or those that are read of a target."""
     handed_on: Tensor | None = getattr(out, "states", None)

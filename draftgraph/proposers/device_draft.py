@@ -186,7 +186,7 @@ class Program:
         def read() -> None:
             data.arrive(width)
             grown.begin(lengths + starts[1:] - starts[:-1])  # of the texts with their new tokens
-            logits = engine.forward(tokens[None], positions[None], slots, data.reading(width))
+            logits, _ = engine.forward(tokens[None], positions[None], slots, data.reading(width))
             self._propose(0, logits.index_select(0, last), grown.next_scores.new_zeros(self.sequences), grown.length)
 
         return Captured(read, self.device, self.draft.graphs)
@@ -196,7 +196,7 @@ class Program:
 
         def expand() -> None:
             growth.choose(grown, level, self.draft.vocabulary.readable)
-            logits = engine.forward(grown.next_tokens, grown.next_positions, grown.next_slots, grown.level())
+            logits, _ = engine.forward(grown.next_tokens, grown.next_positions, grown.next_slots, grown.level())
             self._propose(1 + level * grown.width, logits, grown.next_scores, grown.next_positions[0] + 1)
 
         return Captured(expand, self.device, self.draft.graphs)
