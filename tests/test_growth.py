@@ -45,7 +45,15 @@ def interpreted() -> Iterator[Run]:
         yield lambda *given: call(run, "triton", *given)
 
 
-def growth_of(sequences: tuple[int, ...], levels: int, width: int, k: int, device: str = "cpu") -> Growth:
+def growth_of(
+    sequences: tuple[int, ...],
+    levels: int,
+    width: int,
+    k: int,
+    device: str = "cpu",
+    wishes: list[int] = WISHES,
+    deepest: list[int] | None = None,
+) -> Growth:
     """Of some of the sequences, nothing grown yet."""
     generator = torch.Generator().manual_seed(5)
     pages = torch.stack([torch.randperm(40, generator=generator)[:16] for _ in WISHES]).int()
@@ -54,8 +62,9 @@ def growth_of(sequences: tuple[int, ...], levels: int, width: int, k: int, devic
         ends[sequence, : sequence + 1] = torch.arange(sequence + 1) * 7
     odds = torch.tensor([[1 - 0.1 * sequence, 1.0 + sequence] for sequence in ALL], dtype=torch.float64)
     here = list(sequences)
-    told = pages[here], torch.tensor(WISHES)[here].clamp(max=levels), ends[here], odds[here]
-    growth = Growth.of(*(part.to(device) for part in told), TRASH, levels, width, k)
+    told = pages[here], torch.tensor(wishes)[here].clamp(max=levels), ends[here], odds[here]
+    bound = None if deepest is None else torch.tensor(deepest)[here].to(device)
+    growth = Growth.of(*(part.to(device) for part in told), TRASH, levels, width, k, bound)
     growth.begin(torch.tensor(LENGTHS)[here].to(device))
     return growth
 
@@ -178,6 +187,33 @@ def test_the_likeliest_open_nodes_are_expanded_and_nothing_behind_an_end() -> No
             assert position == LENGTHS[sequence] - 1 + int(after.depths[sequence, row])
 
 
+BY_DEPTH = [(20, 6, 8), (4, 4, 1), (10, 1, 4)]  # expansions, depths, k
+
+
+def grow_by_depth(shape: tuple[int, int, int], step: Run, device: str = "cpu") -> Growth:
+    expansions, depths, k = shape
+    wishes = [0 if wish == 0 else expansions for wish in WISHES]
+    growth = growth_of(ALL, expansions, 1, k, device, wishes, [min(1 + wish, depths) for wish in WISHES])
+    tokens, chances = (said.view(-1, depths, k) for said in proposals(ALL, depths, k, 3, device))
+    return step("grow_by_depth", growth, tokens, chances, 45)
+
+
+@pytest.mark.parametrize("shape", BY_DEPTH, ids=str)
+def test_one_kernel_grows_what_levels_of_one_node_grow(interpreted: Run, shape: tuple[int, int, int]) -> None:
+    found, expected = (grow_by_depth(shape, step).report for step in (interpreted, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", BY_DEPTH, ids=str)
+def test_one_kernel_grows_what_levels_of_one_node_grow_on_a_gpu(shape: tuple[int, int, int]) -> None:
+    def on_gpu(step: str, growth: Growth, *arguments: Any) -> Growth:
+        return run("triton", step, growth, *arguments)
+
+    found, expected = grow_by_depth(shape, on_gpu, "cuda"), grow_by_depth(shape, plain, "cuda")
+    torch.testing.assert_close(found.report, expected.report, rtol=1e-5, atol=1e-5)
+
+
 def test_words_hold_a_bit_for_every_expansion() -> None:
     told = torch.zeros(1, 4).int(), torch.ones(1).long(), torch.zeros(1, ENDS).long(), torch.ones(1, 2).double()
     shapes = [Growth.of(*told, TRASH, 1 + expansions, 1, 2).bits.shape for expansions in (0, 1, 64, 65, 120)]
@@ -225,6 +261,53 @@ class Oracle:
     def worth_drafting(self, tree: TokenTree, scores: Any) -> int:
         """As a budget: always the `width` best open nodes."""
         return min(self.width, len(scores))
+
+
+class DepthOracle(Oracle):
+    """What follows a path is drawn from its length; asking it costs nothing."""
+
+    free = True
+
+    def propose(self, graph: TokenGraph, frontier: list[int]) -> Any:
+        found = [self.children((int(depth),)) for depth in graph.depths[frontier]]
+        return np.array([tokens for tokens, _ in found]), np.array([chances for _, chances in found])
+
+
+@pytest.mark.parametrize(("depths", "nodes", "k"), [(15, 64, 8), (4, 64, 8), (3, 24, 4), (5, 6, 1), (9, 120, 3)])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_said_by_depth_grows_the_tree_of_the_host(seed: int, depths: int, nodes: int, k: int) -> None:
+    """The best paths, as many as the target may check."""
+    ends = frozenset({3, 11, 17, 29})
+    config = GraphConfig(
+        mode="tree", k=k, theta_prob=0.0, theta_sib=0.0, growth="best-first", max_nodes=nodes, max_depth=depths
+    )
+    graph, oracle = TokenGraph(7, config, depths, ends), DepthOracle(seed, k, nodes)
+    (tree,) = grow_together([growing(graph, [oracle])], lambda segments: [])  # type: ignore[list-item]
+    assert len(tree) > 1
+
+    known = torch.full((1, ENDS), -1)
+    known[0, : len(ends)] = torch.tensor(sorted(ends))
+    told = torch.arange(64).int()[None], torch.tensor([nodes - 1]), known, torch.ones(1, 2).double()
+    growth = Growth.of(*told, 64 * PAGE, nodes - 1, 1, k, torch.tensor([depths]))
+    growth.begin(torch.tensor([9]))
+    said = [oracle.children((depth,)) for depth in range(depths)]
+    tokens, chances = (torch.tensor(np.array(part))[None] for part in zip(*said, strict=True))
+    kernels.grow_by_depth(growth, tokens, chances.log().float(), 40)
+    report = growth.report[:, 0]
+    paths: dict[int, tuple[tuple[int, ...], float]] = {-1: ((), 1.0)}
+    for row, node in enumerate(report[:, -1].long().tolist()):
+        if row and node < 0:
+            continue
+        path, score = paths[node]
+        for rank in range(k):
+            child = (*path, int(report[row, rank])), score * float(report[row, k + rank].exp())
+            paths[row * k + rank] = child
+    best = sorted(paths.values(), key=lambda one: -one[1])[:nodes]
+    on_host: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        on_host.append(() if parent < 0 else (*on_host[parent], token))
+    assert [path for path, _ in best] == on_host
+    np.testing.assert_allclose([score for _, score in best], tree.scores, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 8), (6, 1, 1), (5, 8, 4), (7, 3, 2), (4, 4, 5)], ids=str)
@@ -278,7 +361,7 @@ def test_the_rule_on_a_device_is_the_rule_on_the_host(seed: int, shape: tuple[in
 KINDS = {
     **dict.fromkeys(("open_scores", "scores", "next_scores", "paths", "chances"), "*fp32"),
     **dict.fromkeys(("report", "odds"), "*fp64"),
-    **dict.fromkeys(("first", "nodes", "words", "last_token", "count", "k"), "i32"),
+    **dict.fromkeys(("first", "nodes", "words", "last_token", "count", "k", "expansions"), "i32"),
     "lengths": "*i32",
 }
 FIXED: list[tuple[str, dict[str, int]]] = [
@@ -286,6 +369,8 @@ FIXED: list[tuple[str, dict[str, int]]] = [
     ("_choose", {"width": 1, "block": 16, "padded_words": 2}),
     ("_note", {"block": 64}),
     ("_note", {"block": 1}),
+    ("_grow_by_depth", {"block": 512}),
+    ("_grow_by_depth", {"block": 8}),
 ]
 
 
@@ -298,6 +383,8 @@ def test_the_kernels_compile_for_a_gpu(name: str, fixed: dict[str, int]) -> None
 
     kernel = getattr(kernels, name)
     kinds = KINDS | dict.fromkeys(fixed, "constexpr")
+    if name == "_grow_by_depth":
+        kinds["depths"] = "i32"
     signature = {argument: kinds.get(argument, "*i64") for argument in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -1,7 +1,9 @@
 """Trees that grow on a device, a level at a time, those of many sequences side by side.
 
 The rule is that of `proposers.growth` with a fixed width: every level expands the likeliest nodes that are still open,
-whatever their depth. `choose` takes them, a pass of the draft follows, and `note` writes down their children.
+whatever their depth. `choose` takes them, a pass of the draft follows, and `note` writes down their children. Where
+what a draft says at a node depends on the node's depth alone, one pass has said it all, and `grow_by_depth` does the
+rest.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Growth:
     levels: Tensor  # [sequences], that count, the root's among them
     ends: Tensor  # [sequences, ENDS], tokens that nothing follows; none: -1
     odds: Tensor  # [sequences, 2] float64, by which those of a child and of a best child are corrected
+    deepest: Tensor  # [sequences], the depth from which on nodes are not expanded
     tokens: Tensor  # [sequences, nodes]
     open: Tensor  # the logarithms of the chances of their paths, or -inf: expanded already, or never to be
     parents: Tensor  # [sequences, nodes], the expansions that proposed them
@@ -61,9 +64,19 @@ class Growth:
 
     @classmethod
     def of(
-        cls, pages: Tensor, levels: Tensor, ends: Tensor, odds: Tensor, idle: int, most: int, width: int, k: int
+        cls,
+        pages: Tensor,
+        levels: Tensor,
+        ends: Tensor,
+        odds: Tensor,
+        idle: int,
+        most: int,
+        width: int,
+        k: int,
+        deepest: Tensor | None = None,
     ) -> Growth:
-        """Of at most so many levels; the first four are what the host tells of every sequence."""
+        """Of at most so many levels; the tensors are what the host tells of every sequence. `deepest` is left out where
+        every level has a pass: no node is deeper than there are levels."""
         sequences, device, expansions = len(levels), levels.device, (most - 1) * width
         whole = partial(torch.zeros, dtype=torch.long, device=device)
         short = partial(torch.zeros, dtype=torch.int32, device=device)
@@ -76,6 +89,7 @@ class Growth:
             levels=levels,
             ends=ends,
             odds=odds,
+            deepest=levels if deepest is None else deepest,
             tokens=whole(*nodes),
             open=torch.zeros(*nodes, device=device),
             parents=whole(*nodes),
@@ -261,7 +275,7 @@ def choose_triton(growth: Growth, level: int, readable: int) -> None:
 
 def note(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor) -> None:
     """Children [rows, k] of the expansions from `first` on, whose own paths have these scores. Behind an end comes
-    nothing."""
+    nothing, and behind the deepest."""
     if growth.tokens.device.type == "cpu":
         return note_compiled(growth, first, scores, tokens, chances)
     step = note_triton if available else note_reference
@@ -277,6 +291,8 @@ def note_reference(growth: Growth, first: int, scores: Tensor, tokens: Tensor, c
     numbers = torch.arange(first, first + rows, device=tokens.device)
     growth.parents[:, here] = numbers.repeat_interleave(k, output_size=rows * k)
     ended = (tokens.view(texts, -1, 1) == growth.ends[:, None]).any(dim=-1)
+    too_deep = growth.depths[:, first : first + rows] + 1 >= growth.deepest[:, None]
+    ended |= too_deep.repeat_interleave(k, dim=1)
     growth.open[:, here] = paths.masked_fill(ended, -torch.inf)
     expanded = growth.expanded
     nodes = expanded[:, first - 1 : first - 1 + rows] if first else torch.full_like(expanded[:, :1], -1)
@@ -296,15 +312,15 @@ def corrected(growth: Growth, chances: Tensor) -> Tensor:
 def note_compiled(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chances: Tensor) -> None:
     one = growth.arrays
     _note_compiled(
-        one.tokens, one.open, one.parents, one.expanded, one.report, one.odds, one.ends, scores.numpy(),
-        tokens.numpy(), chances.numpy(), first,
+        one.tokens, one.open, one.parents, one.expanded, one.report, one.odds, one.ends, one.depths, one.deepest,
+        scores.numpy(), tokens.numpy(), chances.numpy(), first,
     )  # fmt: skip
 
 
 @compiled
 def _note_compiled(
     tokens: Ints, open_scores: Any, parents: Ints, expanded: Ints, report: Floats, odds: Floats, ends: Ints,
-    paths: Any, proposed: Ints, chances: Any, first: int,
+    depths: Ints, deepest: Ints, paths: Any, proposed: Ints, chances: Any, first: int,
 ) -> None:  # fmt: skip
     texts, k = len(tokens), proposed.shape[1]
     rows = len(proposed) // texts
@@ -316,6 +332,8 @@ def _note_compiled(
                 node, chance = expansion * k + rank, chances[given, rank]
                 own = odds[text, 1 if rank == 0 else 0]
                 score = paths[given] + chance + log(own) - log1p(exp(chance) * (own - 1.0))
+                if depths[text, expansion] + 1 >= deepest[text]:
+                    score = -inf
                 for end in ends[text]:
                     if proposed[given, rank] == end:
                         score = -inf
@@ -324,9 +342,22 @@ def _note_compiled(
                 report[expansion, text, rank], report[expansion, text, k + rank] = proposed[given, rank], chance
 
 
+@triton.jit
+def _corrected(chance, odds):  # type: ignore[no-untyped-def]
+    return chance + tl.log(odds) - tl.log(1.0 + tl.exp(chance) * (odds - 1.0))
+
+
+@triton.jit
+def _is_end(token, ends):  # type: ignore[no-untyped-def]
+    found = token < 0
+    for one in tl.static_range(END_TOKENS):
+        found = found | (token == tl.load(ends + one))
+    return found
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _note(  # type: ignore[no-untyped-def]
-    tokens, open_scores, parents, expanded, report, odds, paths, proposed, chances, ends,
+    tokens, open_scores, parents, expanded, report, odds, paths, proposed, chances, ends, depths, deepest,
     first, count, nodes, k, block: tl.constexpr,
 ):  # fmt: skip
     text, texts = tl.program_id(0), tl.num_programs(0)
@@ -336,15 +367,12 @@ def _note(  # type: ignore[no-untyped-def]
     token = tl.load(proposed + given, mask=there, other=0)
     chance = tl.load(chances + given, mask=there, other=0.0)
     own_odds = tl.load(odds + 2 * text + (place % k == 0).to(tl.int32)).to(tl.float32)
-    corrected = chance + tl.log(own_odds) - tl.log(1.0 + tl.exp(chance) * (own_odds - 1.0))
-    score = tl.load(paths + given // k, mask=there, other=0.0) + corrected
-    ended = place < 0
-    for one in tl.static_range(END_TOKENS):
-        ended = ended | (token == tl.load(ends + text * END_TOKENS + one))
-    here = text * nodes + first * k + place
+    score = tl.load(paths + given // k, mask=there, other=0.0) + _corrected(chance, own_odds)
+    here, row = text * nodes + first * k + place, first + place // k
+    depth = tl.load(depths + text * (nodes // k) + row, mask=there, other=0) + 1
+    ended = _is_end(token, ends + text * END_TOKENS) | (depth >= tl.load(deepest + text))
     tl.store(tokens + here, token, mask=there)
     tl.store(open_scores + here, tl.where(ended, -float("inf"), score), mask=there)
-    row = first + place // k
     tl.store(parents + here, row.to(tl.int64), mask=there)
     column = report + (row * texts + text) * (2 * k + 1) + place % k
     tl.store(column, token.to(tl.float64), mask=there)
@@ -358,6 +386,69 @@ def note_triton(growth: Growth, first: int, scores: Tensor, tokens: Tensor, chan
     count = tokens.numel() // growth.sequences
     _note[(growth.sequences,)](
         growth.tokens, growth.open, growth.parents, growth.expanded, growth.report, growth.odds,
-        scores, tokens.contiguous(), chances.contiguous(), growth.ends,
+        scores, tokens.contiguous(), chances.contiguous(), growth.ends, growth.depths, growth.deepest,
         first, count, growth.tokens.shape[-1], growth.k, block=triton.next_power_of_2(count), num_warps=1,
+    )  # fmt: skip
+
+
+def grow_by_depth(growth: Growth, tokens: Tensor, chances: Tensor, readable: int) -> None:
+    """A whole report, of levels of one node: what a draft says at nodes of each depth is known.
+
+    # [sequences, depths, k] each
+    """
+    grow = grow_by_depth_triton if growth.tokens.is_cuda and available else grow_by_depth_reference
+    grow(growth, tokens, chances, readable)
+
+
+def grow_by_depth_reference(growth: Growth, tokens: Tensor, chances: Tensor, readable: int) -> None:
+    scores = torch.zeros_like(growth.next_scores)
+    for expansion in range(len(growth.report)):
+        if expansion:
+            choose(growth, expansion - 1, readable)
+            scores = growth.next_scores
+        depth = growth.depths[:, expansion].clamp(max=tokens.shape[1] - 1)  # deeper: nothing was open
+        said = depth[:, None, None].expand(-1, 1, growth.k)
+        note(growth, expansion, scores, tokens.gather(1, said)[:, 0], chances.gather(1, said)[:, 0])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _grow_by_depth(  # type: ignore[no-untyped-def]
+    report, odds, ends, levels, deepest, proposed, chances, expansions, depths, k, block: tl.constexpr
+):
+    """Open nodes are held in registers: between two expansions nothing is read but what is said at a depth."""
+    text, texts = tl.program_id(0), tl.num_programs(0)
+    place = tl.arange(0, block)
+    score = tl.full([block], -float("inf"), tl.float32)
+    depth_of = tl.zeros([block], tl.int32)
+    wanted, last = tl.load(levels + text), tl.load(deepest + text)
+    odds_of_others, odds_of_best = tl.load(odds + 2 * text).to(tl.float32), tl.load(odds + 2 * text + 1).to(tl.float32)
+    node, depth, path = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float32)
+    for expansion in range(expansions):
+        rank = place - expansion * k
+        mine = (rank >= 0) & (rank < k)
+        said = (text * depths + tl.minimum(depth, depths - 1)) * k + rank
+        token = tl.load(proposed + said, mask=mine, other=0)
+        chance = tl.load(chances + said, mask=mine, other=0.0)
+        child = path + _corrected(chance, tl.where(rank == 0, odds_of_best, odds_of_others))
+        ended = _is_end(token, ends + text * END_TOKENS) | (depth + 1 >= last)
+        score = tl.where(mine, tl.where(ended, -float("inf"), child), score)
+        depth_of = tl.where(mine, depth + 1, depth_of)
+        column = report + (expansion * texts + text) * (2 * k + 1) + rank
+        tl.store(column, token.to(tl.float64), mask=mine)
+        tl.store(column + k, chance.to(tl.float64), mask=mine)
+        tl.store(column + 2 * k, node.to(tl.float64), mask=mine & (rank == 0))
+        best, at = tl.max(score, axis=0, return_indices=True)
+        there = (best > -float("inf")) & (expansion + 1 < wanted)
+        at = tl.where(there, at, 0)
+        node, path = tl.where(there, at, -1), tl.where(there, best, -float("inf"))
+        depth = tl.sum(tl.where(place == at, depth_of, 0), axis=0)
+        score = tl.where(place == at, -float("inf"), score)
+
+
+def grow_by_depth_triton(growth: Growth, tokens: Tensor, chances: Tensor, readable: int) -> None:
+    block = triton.next_power_of_2(growth.tokens.shape[-1])
+    _grow_by_depth[(growth.sequences,)](
+        growth.report, growth.odds, growth.ends, growth.levels, growth.deepest,
+        tokens.contiguous(), chances.contiguous(), len(growth.report), tokens.shape[1], growth.k,
+        block=block, num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
