@@ -26,7 +26,8 @@ from draftgraph.generation import Request
 from draftgraph.kernels.threads import torch_alone
 from draftgraph.noise import KeyedNoise
 from draftgraph.proposers.copying import Past, SuffixProposer
-from draftgraph.proposers.device_draft import NARROW, WIDTH, DeviceDrafts
+from draftgraph.proposers.device_draft import DeviceDrafts
+from draftgraph.proposers.device_heads import kind_for
 from draftgraph.proposers.draft_model import DraftVocabulary, ModelProposer
 from draftgraph.proposers.growth import Growing
 from draftgraph.proposers.heads import head_proposer, reads_of
@@ -49,7 +50,7 @@ class Engines:
         inexact: str | None = None,  # why tokens of modes and batches may part: see `selfcheck.inexactness`
     ) -> None:
         self.target, self.draft, self.vocabulary, self.inexact = target, draft, vocabulary, inexact
-        self._device_drafts: dict[tuple[int, int, int], DeviceDrafts] = {}  # by k, levels and width
+        self._device_drafts: dict[tuple[int, int, int], DeviceDrafts] = {}  # by what they were made for
         self.reads = () if draft is None else reads_of(draft.model)
         if self.reads:
             target.read_states(self.reads)
@@ -74,13 +75,15 @@ class Engines:
     def device_drafts(self, config: GraphConfig) -> DeviceDrafts | None:
         """Who drafts for sequences of this configuration on the device; None: the draft is asked level by level."""
         on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
-        if self.draft is None or self.vocabulary is None or self.reads or not on_device:
+        if self.draft is None or self.vocabulary is None or not on_device:
             return None
-        if not (self.draft.captured or self.draft.compiled):
+        kind: Any = DeviceDrafts if self.draft.captured or self.draft.compiled else None
+        if self.reads:
+            kind = kind_for(self.draft.model) if self.draft.captured and self.target.captured else None
+        if kind is None:
             return None
-        width = WIDTH if self.draft.captured else NARROW
-        shape = config.k, config.levels, 1 if config.mode == "chain" else width
-        drafts = self._device_drafts.pop(shape, None) or DeviceDrafts(self.draft, self.vocabulary, *shape)
+        shape, left = kind.shape_for(config, self.draft.captured), [self.target.left] if self.reads else []
+        drafts = self._device_drafts.pop(shape, None) or kind(self.draft, self.vocabulary, *shape, *left)
         self._device_drafts[shape] = drafts  # kept: recorded programs belong to them
         if len(self._device_drafts) > MOST_DRAFTS:
             del self._device_drafts[next(iter(self._device_drafts))]
@@ -205,9 +208,9 @@ class Sequence:
             self.context.on_states = lambda states: self._note_states(len(self.context.text) - len(states), states)
             self.draft.context.tenant = json.dumps([self.reuse_key, self.text[: self.draft.shift]])  # it reads the rest
 
-    def _note_states(self, position: int, states: Tensor | None) -> None:
+    def _note_states(self, position: int, states: Tensor | None, path: list[int] | None = None) -> None:
         if self.draft is not None and self.engines.reads and states is not None:
-            self.draft.note(position, states)
+            self.draft.note(position, states, path)
 
     def _chooser(self) -> KeyedChooser | RejectionChooser:
         processors, temperature = self.request.processors, self.request.temperature
@@ -349,7 +352,7 @@ class Sequence:
         step = Step(len(self.text) - 1, hypotheses.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         self.context.commit(accepted, tree.tokens[accepted].tolist())
         self.policy.commit(hypotheses, chosen.path)
-        self._note_states(step.position, None if result.states is None else result.states[accepted])
+        self._note_states(step.position, result.states, accepted)
         self.text.extend(chosen.tokens)
         self.finish_reason = chosen.finish_reason
         recycles = self.sources.recycled is not None and self.drafts_next

@@ -29,10 +29,12 @@ class DraftedNodes(NamedTuple):
     nodes: list[int]  # that were expanded: k times the expansion that named it, plus its rank there; -1 for the root
 
 
-def candidates_for(text: list[int], config: GraphConfig | None = None, **limits: Any) -> Candidates:
+def candidates_for(
+    text: list[int], config: GraphConfig | None = None, by_depth: bool = False, **limits: Any
+) -> Candidates:
     config = config or GraphConfig(k=4)
     copied, recycled = SuffixProposer(config.k), RecycleProposer(config.k)
-    candidates = Candidates(copied, recycled, Calibration(), config, expansions=64)
+    candidates = Candidates(copied, recycled, Calibration(), config, expansions=64, by_depth=by_depth)
     begin(candidates, text, **limits)
     return candidates
 
@@ -177,6 +179,21 @@ def test_the_past_says_the_same_at_once_and_level_by_level(data: Any) -> None:
     found = {path: score for path, score in paths_of(tree_of(candidates)).items() if path}
     tokens, probs = candidates.copied.propose(TokenGraph(text[-1], GraphConfig(k=4)), [0])
     assert {path[0] for path in found} == {token for token, chance in zip(tokens[0], probs[0], strict=True) if chance}
+
+
+@pytest.mark.parametrize("by_depth", [False, True])
+def test_a_draft_that_speaks_of_depths_speaks_of_copied_nodes_too(by_depth: bool) -> None:
+    text = [1, 2, 3, 4, 5, 1, 2, 3]
+    candidates = candidates_for(text, by_depth=by_depth)
+    chances = np.array([[0.6, 0.2], [0.5, 0.4], [0.5, 0.4]])
+    add(candidates, DraftedNodes(np.array([[80, 70], [5, 60], [90, 91]]), chances, [-1, 0, 2]))
+    graph = candidates.graph(0.0).graph
+    tree = graph.unroll()
+    paths = paths_of(tree)
+    assert (4, 5) in paths and ((4, 60) in paths) == ((4, 5, 90) in paths) == by_depth
+    sources = dict(zip(paths, tree.sources, strict=True))
+    assert sources[4,] == "copied" and sources[4, 5] == ("draft" if by_depth else "copied")
+    assert graph.is_drafted(int(tree.nodes[list(paths).index((4,))])) == by_depth
 
 
 def test_what_the_target_said_before_is_proposed_under_drafted_nodes() -> None:

@@ -11,7 +11,14 @@ import torch
 
 from draftgraph import CostModel, GraphConfig, GraphDecoder, TokenTree
 from draftgraph.cost import Curve, FlatCost, Latencies, MeasuredCost
-from draftgraph.cost.budget import NEARLY, DraftBudget, levels_ahead, nodes_worth_checking, price_of_level
+from draftgraph.cost.budget import (
+    NEARLY,
+    DraftBudget,
+    levels_ahead,
+    nodes_worth_checking,
+    price_of_level,
+    price_of_levels,
+)
 from draftgraph.cost.sharing import Experience
 
 
@@ -144,6 +151,16 @@ def test_a_cost_model_need_not_be_hashable_and_is_asked_anew() -> None:
     prices.node_price, prices.level_price = 5.0, 3.0
     assert (nodes_worth_checking(tree, prices), price_of_level(prices, 4)) == (1, 3.0)
     assert ahead() == 0
+
+
+def test_a_block_is_drafted_whole_for_the_price_of_one_pass_or_not_at_all() -> None:
+    cheap, dear = OwnPrices(level_price=0.1), OwnPrices(level_price=3.0)
+    assert levels_ahead(cheap, 15, 1, 0.8, 64, block=16) == 15 > levels_ahead(cheap, 15, 8, 0.3, 64) > 0
+    assert levels_ahead(cheap, 15, 1, 0.3, 64, block=16) == 15
+    assert levels_ahead(dear, 15, 8, 0.8, 64) == 0 < levels_ahead(dear, 15, 1, 0.8, 64, block=16)
+    assert levels_ahead(dear, 15, 1, 0.3, 64, block=16) == 0
+    assert [price_of_levels(dear, levels, 1, 16) for levels in (0, 1, 15)] == [0.0, 3.0, 3.0]
+    assert price_of_levels(dear, 15, 8) == 45.0
 
 
 def test_many_texts_share_prices_that_change() -> None:

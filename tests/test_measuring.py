@@ -19,6 +19,7 @@ from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.eager import EagerEngine
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.protocol import PassResult
+from draftgraph.proposers.device_heads import HeadDraft
 from draftgraph.proposers.draft_model import DraftVocabulary
 
 VOCABULARY = 50
@@ -267,6 +268,20 @@ def test_every_engine_can_be_measured(engine_of: Any) -> None:
         found = measure([Passes(engine, context, 24)], window=4096, seconds=0.05)
     assert found.target.nodes[-1] >= 8 and context.text == [] and context.scratch == 0
     assert found.target.padded == engine.captured
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("states", (1, 8)), ("block", (1, 5))])
+def test_a_head_on_a_device_can_be_measured(kind: str, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_head_proposers import head, target
+
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    decoder, deepest = GraphDecoder(target(), head(kind)), []
+    launched = HeadDraft.launched
+    monkeypatch.setattr(HeadDraft, "launched", lambda *given: deepest.append(given[3].deepest) or launched(*given))
+    found = decoder.measure(GraphConfig(), decoder.engines, seconds=0.05)
+    assert found.draft is not None and found.draft.nodes == nodes
+    assert set(deepest) == {4 if kind == "block" else 16}
+    assert [engine.used for engine in decoder.engines.all] == [0, 0]
 
 
 def test_a_draft_on_a_device_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,11 @@ def price_of_level(cost: CostModel, nodes: int) -> float:
     return float(kept(cost, ("level", nodes), lambda: cost.of_level(np.array([nodes]))[0]))
 
 
+def price_of_levels(cost: CostModel, levels: int, width: int, block: int = 0) -> float:
+    """Of so many levels, or of the one pass over a block that drafts them all."""
+    return (min(levels, 1) if block else levels) * price_of_level(cost, block or width)
+
+
 class HitRate:
     """How often the best child of a drafted node was the target's token, of late.
 
@@ -147,23 +152,24 @@ class DraftBudget:
         return chosen
 
 
-def levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int) -> int:
+def levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int, block: int = 0) -> int:
     """How many levels of this width, all drafted before the first is seen, give the most expected tokens for their
-    cost: none if plain decoding gives more."""
+    cost: none if plain decoding gives more. `block`: see `DraftBudget`; then all of them, or none."""
     if most <= 0:
         return 0
-    given = most, width, round(20 * hit) / 20, nodes
+    given = most, width, round(20 * hit) / 20, nodes, block
     return int(kept(cost, ("levels", *given), lambda: _levels_ahead(cost, *given)))
 
 
-def _levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int) -> int:
+def _levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int, block: int) -> int:
     fitting = [place for place, size in enumerate(SIZES) if size < nodes]
     checked = cost.of_pass(np.array([1 + SIZES[place] for place in fitting]))
-    levels = np.arange(1, most + 1)[:, None]
-    tokens = 1.0 + gains_below(hit, most)[:, fitting]
-    rates = tokens / (levels * cost.of_level(np.array([width])) + checked)  # [levels, sizes]
+    levels = np.array([most]) if block else np.arange(1, most + 1)
+    drafting = (np.ones(1) if block else levels) * cost.of_level(np.array([block or width]))
+    tokens = 1.0 + gains_below(hit, most)[levels - 1][:, fitting]
+    rates = tokens / (drafting[:, None] + checked)  # [levels, sizes]
     plain = 1.0 / float(cost.of_pass(np.array([1]))[0])
-    return int(rates.max(axis=1).argmax()) + 1 if rates.size and rates.max() > plain else 0
+    return int(levels[rates.max(axis=1).argmax()]) if rates.size and rates.max() > plain else 0
 
 
 SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # of levels, and of what is put below one node

@@ -119,25 +119,24 @@ class Passes:
 
 @dataclass
 class Levels(Passes):
-    """A draft that grows on its device: a level, whatever its width, costs its share of a run."""
+    """A draft that grows on its device: a level, or a block of them, costs its share of a run, whatever its width."""
 
     draft: Any = None  # see `proposers.device_draft`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.offered = tuple(sorted({1, self.draft.width}))
+        self.offered = tuple(sorted({1, self.draft.block or self.draft.width}))
 
     def timed(self, nodes: int) -> float:
-        text, most = self.context.text.copy(), int(self.draft.group.most)
+        known, (root,) = len(self.context.text), self._tokens(1).tolist()
         start = self.clock()
-        self.draft.levels = most
-        self.draft.begin([*text, *self._tokens(1).tolist()])
+        self.draft.rehearse(root)
         self.draft.group.launch([self.draft])
         for _ in self.draft.arriving():  # waits for the device
             pass
         taken = self.clock() - start
-        self.context.rewind(len(text))
-        return taken / most
+        self.context.rewind(known)
+        return taken / int(self.draft.group.passes)
 
 
 def measure(subjects: list[Passes], window: int | None, bound: int = BOUND, seconds: float = SECONDS) -> Latencies:

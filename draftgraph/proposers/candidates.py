@@ -191,12 +191,38 @@ def weigh(table: Table, k: int, row: int, places: Floats, curves: Floats) -> Non
 
 
 @compiled
+def share_depths(table: Table, k: int, places: Floats, curves: Floats) -> None:
+    """What a draft says at all nodes of a depth it says at those that it did not expand too."""
+    rows, count = table.rows, table.counts["rows"][0]
+    asked = np.full(rows["depth"][:count].max() + 1, NO_ROW)
+    for row in range(count):
+        if rows["drafted"][row]:
+            asked[rows["depth"][row]] = row
+    for row in range(count):
+        like = asked[rows["depth"][row]]
+        if like != NO_ROW and not rows["drafted"][row]:
+            table.named[row, :k], table.said[row, :k] = table.named[like, :k], table.said[like, :k]
+            rows["drafted"][row] = 1
+            weigh(table, k, row, places, curves)
+
+
+@compiled
 def select(
-    table: Table, graph: Nodes, k: int, places: Floats, curves: Floats, floor: float, max_depth: int, max_nodes: int
+    table: Table,
+    graph: Nodes,
+    k: int,
+    places: Floats,
+    curves: Floats,
+    floor: float,
+    max_depth: int,
+    max_nodes: int,
+    by_depth: bool,
 ) -> Ints:
     """Makes the graph of the root and the nodes with the best products of chances on their paths, over a floor, in that
     order; the row of each, NO_ROW for those without. # [nodes]"""
     rows, count, columns = table.rows, table.counts["rows"][0], table.named.shape[1]
+    if by_depth:
+        share_depths(table, k, places, curves)
     child = np.empty((count, columns), dtype=np.int64)
     for row in range(count):
         for column in range(columns):
@@ -244,9 +270,12 @@ class Candidates:
         calibration: Calibration,
         config: GraphConfig,
         expansions: int,
+        by_depth: bool = False,
     ) -> None:
-        """`expansions`: nodes that a draft may expand in one step."""
+        """`expansions`: nodes that a draft may expand in one step; `by_depth`: it says the same at all nodes of a
+        depth."""
         self.copied, self.recycled, self.calibration, self.config = copied, recycled, calibration, config
+        self._by_depth = by_depth
         self._table, self._before = table_for(expansions, config.k), table_for(expansions, config.k)
 
     def begin(self, text: list[int], max_depth: int, ends: frozenset[int]) -> None:
@@ -270,7 +299,7 @@ class Candidates:
         """The graph of the likeliest nodes; leaves that complete a known n-gram are merged."""
         config, nodes = self.config, nodes_for(self.config.nodes)
         rules = config.k, PLACES, self.calibration.curves, max(floor, 0.0), self.max_depth, config.nodes
-        rows = select(self._table, nodes, *rules)
+        rows = select(self._table, nodes, *rules, self._by_depth)
         if config.merges:
             merge_leaves(nodes, config.tau)
         return Selection(TokenGraph.of_nodes(nodes, config, self.max_depth, self.ends), rows, self._table)

@@ -93,6 +93,10 @@ class DraftReader:
     context: Any
     shift = 0  # tokens of the text that come before those that it reads
 
+    def begin(self, text: list[int]) -> None:
+        """A step starts at the last token of this text."""
+        raise NotImplementedError
+
     def as_read(self, text: list[int]) -> list[int]:
         raise NotImplementedError
 

@@ -1,11 +1,13 @@
 """Trained heads propose: drafts that read the target's hidden states beside the text.
 
 A head's row j holds the state of the text's token j, as the target computed it, and for kind `states` the token behind
-it. Only such rows stay in a head's cache: what it was fed while drafting was made from states of its own.
+it. Only such rows stay in a head's cache: what it was fed while drafting was made from states of its own. Here the host
+asks for each level; `device_heads` has heads that grow on their device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from draftgraph.engine.protocol import PREFILL_CHUNK, PassResult, Segment
 from draftgraph.graph import NO_TOKEN, ROOT, Floats, Ints, TokenGraph, TokenTree
-from draftgraph.proposers.draft_model import DraftVocabulary, ModelProposer, Passes, mark_visible
+from draftgraph.proposers.draft_model import DraftReader, DraftVocabulary, ModelProposer, Passes, mark_visible
 
 
 def reads_of(model: Any) -> tuple[int, ...]:
@@ -23,46 +25,78 @@ def reads_of(model: Any) -> tuple[int, ...]:
 
 
 class UnreadStates:
-    """States of a text, from one position on without a gap, as a head takes them in."""
+    """States of a text, from one position on without a gap, as a head takes them in. The last of them may still lie
+    where the target's last pass has left them."""
 
     def __init__(self) -> None:
         self.start, self._rows = 0, torch.zeros((0, 0))
+        self._left: list[int] = []  # places there
 
     @property
     def end(self) -> int:
-        return self.start + len(self._rows)
+        return self.start + len(self._rows) + len(self._left)
 
     def note(self, position: int, rows: Tensor) -> None:
         """The states of tokens from this position on; what was noted behind it is not true any more."""
-        if self.start <= position <= self.end and len(self._rows):
-            rows = torch.cat([self._rows[: position - self.start], rows])
-        else:
+        self._forget_from(position)
+        # A copy, as rows may lie where the target's next pass writes.
+        self._rows = torch.cat([self._rows, rows]) if len(self._rows) else rows.clone()
+
+    def note_places(self, position: int, places: list[int]) -> None:
+        """The same of states that the target has left."""
+        self._forget_from(position)
+        self._left = places
+
+    def _forget_from(self, position: int) -> None:
+        self._left = []
+        if not self.start <= position <= self.end:
             self.start = position
-        self._rows = rows
+        self._rows = self._rows[: position - self.start]
 
     def of(self, first: int, count: int) -> Tensor:
+        """Of those that wait here."""
         return self._rows[first - self.start : first - self.start + count]
+
+    def places(self, first: int, count: int) -> list[int]:
+        """Where those behind them are."""
+        begin = self.end - len(self._left)
+        return self._left[max(0, first - begin) : max(0, first + count - begin)]
+
+    def take_in(self, left: Tensor, project: Callable[[Tensor], Tensor]) -> None:
+        """All wait here from now on."""
+        if self._left:
+            self.note(self.end - len(self._left), project(left[self._left]))
 
     def forget_before(self, position: int) -> None:
         if self.start < position <= self.end:
+            waiting = len(self._rows)
+            self._left = self._left[max(0, position - self.start - waiting) :]
             self.start, self._rows = position, self._rows[position - self.start :]
 
 
-class HeadProposer(ModelProposer):
+def projected(head: Any, states: Tensor) -> Tensor:
+    """The target's states as rows that a head reads."""
+    rows: Tensor = head.project(states.to(head.dtype))
+    return rows
+
+
+class StatesReader(DraftReader):
     """What heads of all kinds do with the states of the text."""
 
-    def __init__(self, context: Any, vocabulary: DraftVocabulary, k: int) -> None:
-        super().__init__(context, vocabulary, k)
-        self.head = context.engine.model
-        self.unread_states = UnreadStates()
+    head: Any
+    unread_states: UnreadStates
 
     @torch.no_grad()
-    def note(self, position: int, states: Tensor) -> None:
-        """The target computed these states of the text's tokens from this position on."""
+    def note(self, position: int, states: Tensor, path: list[int] | None = None) -> None:
+        """The target computed these states of the text's tokens from this position on; or those of a path."""
         known = max(0, len(self.context.text) - position)
-        if known < len(states):
-            rows = self.head.project(states[known:].to(self.head.dtype))
-            self.unread_states.note(position + known, rows)
+        if known < len(states if path is None else path):
+            states = states[known:] if path is None else states[path[known:]]
+            self.unread_states.note(position + known, projected(self.head, states))
+
+    def begin(self, text: list[int]) -> None:
+        super().begin(text)
+        self.unread_states.forget_before(len(self.context.text))
 
     def has_states(self, end: int) -> bool:
         """Of all that it has not read of a text before this position."""
@@ -85,9 +119,13 @@ class HeadProposer(ModelProposer):
             self.context.engine.run([segment])
             segment.commit()
 
-    def begin(self, text: list[int]) -> None:
-        super().begin(text)
-        self.unread_states.forget_before(len(self.context.text))
+
+class HeadProposer(StatesReader, ModelProposer):
+    """A head that is asked level by level."""
+
+    def __init__(self, context: Any, vocabulary: DraftVocabulary, k: int) -> None:
+        super().__init__(context, vocabulary, k)
+        self.head, self.unread_states = context.engine.model, UnreadStates()
 
     def commit(self, tree: TokenTree, path: list[int], graph: TokenGraph) -> None:
         """Keeps the rows of the text alone."""

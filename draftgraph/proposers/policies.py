@@ -10,7 +10,7 @@ import numpy as np
 
 from draftgraph.compiled import compiled
 from draftgraph.config import CostModel, GraphConfig
-from draftgraph.cost.budget import DraftBudget, HitRate, levels_ahead, nodes_worth_checking, price_of_level
+from draftgraph.cost.budget import DraftBudget, HitRate, levels_ahead, nodes_worth_checking, price_of_levels
 from draftgraph.graph import Floats, Ints, TokenGraph, TokenTree
 from draftgraph.graph.nodes import DRAFT, EXPANDED, LEAF, NONE, OPEN, Nodes, append, nodes_for
 from draftgraph.graph.token_graph import array_of
@@ -169,7 +169,7 @@ class ChainPolicy:
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Growing[Hypotheses]:
         config, k = self.limits.config, self.draft.k
         nodes, levels = nodes_for(config.nodes), list(self.draft.arriving())
-        report = np.concatenate(levels)[:depth] if levels else np.zeros((0, 2 * k + 1))
+        report = np.concatenate(levels)[: min(depth, self.draft.levels)] if levels else np.zeros((0, 2 * k + 1))
         append_chain(nodes, text[-1], report[:, 0].astype(np.int64), np.exp(report[:, k]), array_of(self.limits.ends))
         graph = TokenGraph.of_nodes(nodes, config, depth, self.limits.ends)
         return Hypotheses(graph, self.limits.shaped(graph, graph.unroll(), text))
@@ -187,8 +187,9 @@ class DevicePolicy:
         self._levels = 0  # planned
 
     def plan(self, cost: CostModel) -> None:
-        config = self.limits.config
-        self._levels = levels_ahead(cost, config.levels, self.draft.width, self.limits.hits.rate, config.nodes)
+        draft, config = self.draft, self.limits.config
+        most, rate = min(config.levels, draft.deepest), self.limits.hits.rate
+        self._levels = levels_ahead(cost, most, draft.width, rate, config.nodes, draft.block)
 
     def begin(self, text: list[int], depth: int) -> None:
         self.draft.levels, self.draft.odds = min(self._levels, depth), self.limits.calibration.odds
@@ -200,7 +201,8 @@ class DevicePolicy:
         self.candidates.begin(text, depth, self.limits.ends)
 
     def grow(self, text: list[int], depth: int, cost: CostModel) -> Growing[Hypotheses]:
-        spent, floor = self.draft.levels * price_of_level(cost, self.draft.width), cost.floor()
+        draft, floor = self.draft, cost.floor()
+        spent = price_of_levels(cost, draft.levels, draft.width, draft.block)
         levels: Iterator[Floats] = self.draft.arriving()
         for early in levels:
             self.candidates.add(early)
@@ -245,7 +247,8 @@ def policy_for(sources: Sources, limits: Limits) -> Policy:
     draft, copied, recycled = sources.draft, sources.copied, sources.recycled
     on_device = draft is not None and draft.on_device
     if on_device and copied is not None and recycled is not None:
-        candidates = Candidates(copied, recycled, limits.calibration, limits.config, draft.expansions)
+        limit = draft.expansions, draft.block > 0
+        candidates = Candidates(copied, recycled, limits.calibration, limits.config, *limit)
         return DevicePolicy(draft, candidates, limits)
     if on_device and limits.config.mode == "chain":
         return ChainPolicy(draft, limits)
