@@ -319,7 +319,7 @@ class TestDecoding:
         def watched(own: Any) -> Iterator[Any]:
             parts = list(arriving(own))
             if parts:
-                seen.append((list(own._text), parts[0][0]))
+                seen.append((list(own._text), parts[0][0].copy()))
             return iter(parts)
 
         monkeypatch.setattr(DeviceDraft, "arriving", watched)
@@ -329,7 +329,7 @@ class TestDecoding:
         while batch.busy:
             batch.step()
         assert any(step.path and step.path != list(range(1, 1 + len(step.path))) for step in steps)
-        assert len(seen) >= NEW_TOKENS
+        assert len(seen) >= len(steps) > 12
         for text, root in seen:
             best = torch.topk(torch.softmax(said(draft, text, []), dim=-1), K)
             assert root[:K].astype(int).tolist() == best.indices.tolist()
@@ -338,7 +338,7 @@ class TestDecoding:
     def test_a_step_that_is_begun_again_leaves_the_next_as_they_were(self, draft: Any) -> None:
         batch = self.batch(draft)
         (one,) = self.sequences(batch, 1)
-        while len(one.new_tokens) < NEW_TOKENS // 2:
+        while len(one.new_tokens) < 3:
             batch.step()
         one.restart()
         batch.engines.launch_drafts([one])
