@@ -277,6 +277,13 @@ def test_a_block_without_a_bit_for_each_node_is_asked_by_the_host() -> None:
     assert kind_for(new_block_head(target(), 34, 3, reads=[1])) is None
 
 
+@cache
+def plainly(prompt: tuple[int, ...], **arguments: Any) -> list[int]:
+    """The text of plain decoding."""
+    decoder = GraphDecoder(target(), config=GraphConfig(mode="off"))
+    return decoder.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **arguments).sequences[0].tolist()
+
+
 class TestDecoding:
     @pytest.fixture(autouse=True)
     def static(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,12 +310,9 @@ class TestDecoding:
         texts = self.sequences(batch, count, **given)
         while batch.busy:
             batch.step()
-        plain = GraphDecoder(target(), config=GraphConfig(mode="off"))
         for one in texts:
             assert one.failure is None and isinstance(one.draft, HeadDraft) and one.stats.draft_passes > 0
-            prompt = torch.tensor([one.text[: one.prompt_length]])
-            expected = plain.generate(prompt, max_new_tokens=NEW_TOKENS, **arguments)
-            assert one.text == expected.sequences[0].tolist()
+            assert one.text == plainly(tuple(one.text[: one.prompt_length]), **arguments)
 
     def test_every_step_drafts_from_the_states_of_the_accepted_path(
         self, draft: Any, monkeypatch: pytest.MonkeyPatch
@@ -347,9 +351,7 @@ class TestDecoding:
         while batch.busy:
             batch.step()
         assert one.failure is None and one.draft.passes > passes
-        plain = GraphDecoder(target(), config=GraphConfig(mode="off"))
-        expected = plain.generate(torch.tensor([one.text[: one.prompt_length]]), max_new_tokens=NEW_TOKENS)
-        assert one.text == expected.sequences[0].tolist()
+        assert one.text == plainly(tuple(one.text[: one.prompt_length]))
 
     def test_without_memory_nobody_drafts(
         self, draft: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
