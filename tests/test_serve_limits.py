@@ -239,6 +239,14 @@ def test_an_answer_that_is_not_read_is_given_up(monkeypatch):
 # Many connections
 
 
+def test_what_is_written_is_sent_at_once(server):
+    """Nagle's algorithm would keep the end of every answer, and tokens of streams, for 40 ms."""
+    with connect(server, HEAD + b"\r\n") as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        sockets = [one._socket.get_extra_info("socket") for one in server.server._connections._open]
+        assert sockets and all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets)
+
+
 def test_many_half_open_connections_keep_nobody_out(server):
     with ExitStack() as stack, watched(server):
         held = [stack.enter_context(connect(server, HEAD)) for _ in range(200)]

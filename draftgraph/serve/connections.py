@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import resource
+import socket
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
@@ -141,6 +142,8 @@ class Connection(H11Protocol):
         self._since = 0.0
 
     def accepted(self, transport: asyncio.BaseTransport) -> None:
+        # asyncio does so for sockets that it makes: else what follows a head waits until the client acknowledges that.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = transport
         self._connections.add(self)
 
