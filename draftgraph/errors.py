@@ -15,6 +15,10 @@ class UnsupportedModelError(DraftGraphError):
     """This model cannot be decoded over a token graph: the message names its class and the reason."""
 
 
+class RankError(DraftGraphError):
+    """One of the processes that hold a model together has ended or does not answer: the others cannot go on."""
+
+
 class LoadError(DraftGraphError):
     """A model could not be found, fetched, converted or read."""
 

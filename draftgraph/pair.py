@@ -225,6 +225,7 @@ def load(
     quantization_config: Any = None,
     device_map: Any = None,
     quantize: str | None = None,
+    tensor_parallel: int | None = None,
     **model_kwargs: Any,
 ) -> Pair:
     """Loads a target and its draft: hub names, folders, GGUF files or modules; without arguments, the default model.
@@ -242,6 +243,8 @@ def load(
         quantization_config: Of `transformers`, for the target.
         device_map: Of `transformers`.
         quantize: `int8` or `int4`: fewer bits on a CPU.
+        tensor_parallel: Split the target over so many processes, which are started on this machine, each on a GPU of
+            its own. Scripts that torchrun starts give `tp_plan="auto"` instead.
         **model_kwargs: Go to `from_pretrained` of the target.
 
     Examples:
@@ -252,7 +255,13 @@ def load(
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "device_map": device_map}
     options["quantize"] = quantize
     target_model, tokenizer = load_model(
-        target, role="target", revision=revision, quantization_config=quantization_config, **options, **model_kwargs
+        target,
+        role="target",
+        revision=revision,
+        quantization_config=quantization_config,
+        tensor_parallel=tensor_parallel,
+        **options,
+        **model_kwargs,
     )
     if draft is None and target is None:
         draft = DEFAULT_DRAFT

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -144,6 +145,15 @@ def plain_results() -> AbstractContextManager[Any]:
     if found is None:
         raise MissingNameError("torch._C.DisableTorchFunctionSubclass")
     return found()  # type: ignore[no-any-return]
+
+
+def set_group_timeout(group: Any, seconds: float) -> None:
+    """For collectives of a process group from now on; without the name they may take as long as torch lets them."""
+    from torch.distributed import distributed_c10d
+
+    change = getattr(distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(timedelta(seconds=seconds), group)
 
 
 def is_hooked(module: nn.Module) -> bool:

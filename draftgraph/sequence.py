@@ -80,7 +80,7 @@ class Engines:
         kind: Any = DeviceDrafts if self.draft.captured or self.draft.compiled else None
         if self.reads:
             kind = kind_for(self.draft.model) if self.draft.captured and self.target.captured else None
-        if kind is None:
+        if kind is None or self.draft.ranks > 1:
             return None
         shape, left = kind.shape_for(config, self.draft.captured), [self.target.left] if self.reads else []
         drafts = self._device_drafts.pop(shape, None) or kind(self.draft, self.vocabulary, *shape, *left)

@@ -219,10 +219,11 @@ def identity(model: Any, engine: Engine) -> dict[str, str]:
         weights = [*model.named_parameters(), *model.named_buffers()]
         formats = [(name, type(one.data).__name__, list(one.shape), one.dtype, one.device) for name, one in weights]
         _sizes[model] = {"settings": digest(settings), "weights": digest(formats)}
-    kinds = f"{', captured' * engine.captured}{', compiled' * engine.compiled}"
+    kinds = f"{', captured' * engine.captured}{', compiled' * engine.compiled}{', chains' * (not engine.branching)}"
+    ranks = f", {engine.ranks} ranks" if engine.ranks > 1 else ""
     return {
         "class": type(inner).__name__,
-        "engine": f"{type(engine).__name__}{kinds}{', chains' * (not engine.branching)}",
+        "engine": f"{type(engine).__name__}{kinds}{ranks}",
         "attention": str(private.attention_of(inner.config)),
         "dtype": str(inner.dtype),
     } | _sizes[model]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftgraph.engine.borrowing import unwrapped
+from draftgraph.engine.sharding import LinearPart, is_split, linear_parts
 from draftgraph.errors import UnsupportedModelError, UsageError
 
 SIZES = (("in_features", "out_features"), ("nx", "nf"))  # of linear layers, and of GPT-2's
@@ -38,6 +39,7 @@ class AdaptedLayer:
     down: Tensor  # [ranks, inputs]
     up: Tensor  # [ranks, outputs]
     owners: Tensor  # numbers of the adapters that the ranks belong to # [ranks]
+    part: LinearPart | None = None  # of a layer that is split over processes: the weights are those of this one
 
     def of(self, number: int) -> LowRank:
         """One adapter's own, where they lie."""
@@ -50,6 +52,8 @@ class AdaptedLayer:
         rows = given[0].reshape(-1, self.down.shape[1]).to(self.down)
         own = numbers.to(rows.device)[: len(rows), None] == self.owners  # an output layer is given the first rows alone
         low = torch.where(own, rows @ self.down.t(), 0.0)
+        if self.part is not None and self.part.sums:
+            low = self.part.total(low)
         return (found + (low @ self.up).view(found.shape)).to(found.dtype)
 
 
@@ -57,13 +61,18 @@ class Adapters:
     """Adapters of a model, by number: the first is 1, and 0 is none."""
 
     def __init__(self, model: Any, given: Mapping[str, Adapter]) -> None:
+        self.given = given
         self._numbers = {"": 0} | {name: number for number, name in enumerate(given, start=1)}
         modules = dict(unwrapped(model).named_modules())
         for name, adapter in given.items():
             for place, weights in adapter.items():
                 refuse_misfit(f"the adapter {name} was made for another model", place, modules.get(place), weights)
         places = dict.fromkeys(place for adapter in given.values() for place in adapter)
-        self.layers = {modules[place]: joined(modules[place], place, [*given.values()]) for place in places}
+        parts = {one.module: one for one in linear_parts(unwrapped(model))} if given else {}
+        self.layers = {
+            modules[place]: joined(modules[place], place, [*given.values()], parts.get(modules[place]))
+            for place in places
+        }
 
     @property
     def names(self) -> list[str]:
@@ -100,9 +109,14 @@ def refuse_misfit(complaint: str, place: str, module: nn.Module | None, weights:
         )
 
 
-def joined(module: nn.Module, place: str, adapters: list[Adapter]) -> AdaptedLayer:
+def joined(module: nn.Module, place: str, adapters: list[Adapter], part: LinearPart | None) -> AdaptedLayer:
     own = [(number, adapter[place]) for number, adapter in enumerate(adapters, start=1) if place in adapter]
     owners = torch.tensor([number for number, weights in own for _ in weights.down])
-    parts = (torch.cat([weights.down for _, weights in own]), torch.cat([weights.up for _, weights in own]), owners)
-    device = next(module.parameters()).device
-    return AdaptedLayer(*(part.to(device) for part in parts))
+    down, up = (torch.cat([weights[side] for _, weights in own]) for side in (0, 1))
+    first = next(module.parameters())
+    if part is not None:
+        down, up = part.own(down) if part.sums else down, part.own(up) if part.splits else up
+    elif is_split(first):
+        raise UnsupportedModelError(f"{place} is split over processes in a way that adapters do not support")
+    down, up, owners = (weight.to(first.device) for weight in (down, up, owners))
+    return AdaptedLayer(down, up, owners, part)

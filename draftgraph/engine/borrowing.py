@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from draftgraph import private
 from draftgraph.engine.capture import Captured
+from draftgraph.engine.sharding import linear_parts, local_part
 from draftgraph.kernels import exact_linear, fused, linear
 from draftgraph.kernels.fused import ACTIVATIONS, NORM_STYLES, NormStyle
 from draftgraph.kernels.triton_or_stub import compiles_for
@@ -50,7 +51,7 @@ def adapters(model: Any) -> list[tuple[tuple[str, ...], bool]]:
 def fingerprint(model: Any) -> list[Any]:
     """Where its weights lie: a recorded pass reads them there. And whether modules are hooked: a compiled pass would
     not call them."""
-    return [adapters(model), has_hooks(model), *(weight.data_ptr() for weight in model.parameters())]
+    return [adapters(model), has_hooks(model), *(local_part(weight).data_ptr() for weight in model.parameters())]
 
 
 def has_hooks(model: Any) -> bool:
@@ -191,29 +192,39 @@ Forwards = list[tuple[dict[str, Any], Callable[..., Tensor]]]  # attributes of m
 @contextmanager
 def other_forwards(lock: RLock, forwards: Forwards) -> Iterator[None]:
     with lock:
+        before = [attributes.get("forward") for attributes, _ in forwards]  # of a layer that is split over ranks
         for attributes, forward in forwards:
             attributes["forward"] = forward
         try:
             yield
         finally:
-            for attributes, _ in forwards:
-                del attributes["forward"]
+            for (attributes, _), own in zip(forwards, before, strict=True):
+                if own is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = own
 
 
 class NarrowLinears:
-    """The large linear layers of a model, which take the best way while `borrowed`, if there are few rows."""
+    """The large linear layers of a model, which take the best way while `borrowed`, if there are few rows. Of those that
+    are split over ranks the parts do, whatever the rows: see `LinearPart`."""
 
     def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cpu", "cuda")) -> None:
         self._lock = pass_lock(model)
         with self._lock:
+            parts = [one for one in linear_parts(unwrapped(model)) if one.part.weight.device.type in kinds]
             found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_borrowable(module)]
+            found += [one.part for one in parts if is_borrowable(one.part)]
         groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
         for module in (module for module in found if module.weight.device.type in kinds):
             groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
         self._modules = [module for group in groups.values() for module in group]
         self._most = max((linear.WIDTHS[device.type][-1] for _, _, device in groups), default=0)
-        pairs = ((group, module) for group in groups.values() for module in group)
-        self._forwards: Forwards = [(vars(module), partial(product, group, module)) for group, module in pairs]
+        products = {module: partial(product, group, module) for group in groups.values() for module in group}
+        self._split: Forwards = [
+            (vars(one.module), partial(one.compute, products.pop(one.part, one.plain))) for one in parts
+        ]
+        self._forwards: Forwards = [(vars(module), forward) for module, forward in products.items()]
 
     def begin(self) -> None:
         """Before a text: what was copied of weights must still be so."""
@@ -221,7 +232,7 @@ class NarrowLinears:
 
     def borrowed(self, rows: int) -> AbstractContextManager[None]:
         """For one pass over so many rows; it holds the model's lock also where they are too many to change anything."""
-        return other_forwards(self._lock, self._forwards if rows <= self._most else [])
+        return other_forwards(self._lock, self._split + (self._forwards if rows <= self._most else []))
 
 
 def is_borrowable(module: nn.Linear) -> bool:
@@ -292,7 +303,7 @@ class Fusions:
         self._forwards: Forwards = []
         self._rotary: list[RotaryNamespace] = []
         self._proofs = Proofs()
-        like = next(model.parameters())
+        like = local_part(next(model.parameters()))
         needless = like.is_cuda and not compiles_for(like.device)
         if like.device.type in kinds and like.dtype in FUSED_DTYPES and not needless:
             with self._lock:

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 WORD_BYTES = 8
 WARM_UPS = 2  # kernels are compiled and chosen before they are recorded
@@ -39,7 +39,9 @@ class Captured:
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # an old recording that is thrown away while a new one is made breaks it
-        with without_garbage_collection(), torch.cuda.graph(graph, pool=pool):
+        # Where there are ranks, a thread of NCCL asks for its own events meanwhile, which may not break the recording.
+        mode = "thread_local" if distributed.is_available() and distributed.is_initialized() else "global"
+        with without_garbage_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             self.output = self._compute()
         self._graph, self._done = graph, torch.cuda.Event()
 

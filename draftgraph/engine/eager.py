@@ -32,6 +32,7 @@ class EagerEngine:
     widths: tuple[int, ...] = ()
     slots = used = 0
     left: Tensor | None = None
+    ranks = 1
 
     def __init__(self, model: Any, branching: bool = True, offsets: bool = True) -> None:
         self.model, self.branching, self.adapters = model, branching, Adapters(model, {})

@@ -46,6 +46,7 @@ from draftgraph.engine.protocol import (
     proposals,
     ranked,
 )
+from draftgraph.engine.ranks import on_every_rank, rank_count
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.states import Taps, memory_for, own_states
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
@@ -89,6 +90,7 @@ class PagedEngine:
     branching = True
     most: int | None = None
     left: Tensor | None = None
+    ranks = 1
 
     def __init__(
         self,
@@ -119,6 +121,7 @@ class PagedEngine:
         self._compiles, self._exact = compiled and not self.captured, exact
         self._program: Program | None = None
         self._borrow()
+        self._shrinks = rank_count(model) == 1  # ranks go on with passes of the same widths, or not at all
         self._samples = True  # unless there was no memory for it
         self._moves: dict[PagedContext, Moves] = {}  # of accepted nodes, left to the next pass
         self._passes: dict[PassShape, Recorded] = {}
@@ -289,6 +292,8 @@ class PagedEngine:
         try:
             recorded = self._passes.pop(shape, None) or self._record(shape, wanted)
         except torch.OutOfMemoryError:
+            if not self._shrinks:
+                raise
             self._shrink(shape)
             return None
         self._passes[shape] = recorded
@@ -660,6 +665,7 @@ def wanted_of(pieces: list[Piece]) -> Wanted | None:
     return max((one for piece in pieces if (one := piece.segment.wanted)), key=lambda one: one.k, default=None)
 
 
+@on_every_rank
 @torch.no_grad()
 def probed(model: Any) -> tuple[SlotCache, int]:
     """What the layers keep of one token, and how many tokens the model tells apart."""

@@ -228,6 +228,7 @@ class Engine(Protocol):
     most: int | None  # sequences at a time; None: as many as there is room for
     widths: tuple[int, ...]  # nodes that passes are padded to; none: no padding
     left: Tensor | None  # the states of all nodes of the last pass that are read; None: they lie in no fixed place
+    ranks: int  # processes that compute every pass together
 
     @property
     def device(self) -> torch.device: ...

@@ -24,10 +24,13 @@ from draftgraph.compiled import folder as compiled_folder
 from draftgraph.engine.adapters import Adapter, Adapters
 from draftgraph.engine.borrowing import Loan, adapters, configs_of, evaluating, has_hooks, pass_lock, unwrapped
 from draftgraph.engine.eager import EagerContext, EagerEngine
+from draftgraph.engine.leading import LeadEngine
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Engine, Segment
-from draftgraph.errors import UnsupportedModelError, UsageError, one_line
+from draftgraph.engine.ranks import agreed, on_every_rank, rank_count, ranks_of
+from draftgraph.engine.sharding import group_of, sums_change
+from draftgraph.errors import RankError, UnsupportedModelError, UsageError, one_line
 from draftgraph.files import PACKED, replacing
 from draftgraph.graph import Bools, Ints
 from draftgraph.hardware import digest, processor
@@ -59,12 +62,16 @@ _verdicts: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, Any]]] = weakref.
 def engine_for(model: Any, slots: int | None = None, exact: bool = False) -> Engine:
     """An engine for a model that passed the check: paged where that can be, else plain passes; a model that cannot
     branch is given chains only. `slots`: the bound of the pool; None: it grows."""
-    abilities, kind = abilities_of(model), asked_engine()
+    abilities, kind, ranks = abilities_of(model), asked_engine(), ranks_of(model)
     if abilities["paged"]:
-        return PagedEngine(model, slots, captured_on(model, kind), abilities["compiled"], exact and has_order(model))
+        told = slots, captured_on(model, kind), abilities["compiled"]
+        if ranks is not None:
+            return LeadEngine(ranks, model, "paged", *told)
+        return PagedEngine(model, *told, exact=exact and has_order(model))
     if slots is not None:
         notice(f"{type(unwrapped(model)).__name__} reads one text at a time, and slower: {abilities['problem']}")
-    return EagerEngine(model, abilities["branching"], abilities["offsets"])
+    able = abilities["branching"], abilities["offsets"]
+    return EagerEngine(model, *able) if ranks is None else LeadEngine(ranks, model, "eager", *able)
 
 
 def inexactness(model: Any, exact: bool = False) -> str | None:
@@ -73,8 +80,7 @@ def inexactness(model: Any, exact: bool = False) -> str | None:
     abilities, ordered = abilities_of(model), exact and has_order(model)
     name = "inexact in order" if ordered else "inexact"
     if name not in abilities:
-        with short_windows(model):
-            found = problem_of(partial(bit_difference, model, abilities, ordered))
+        found = _inexact(model, abilities, ordered)
         if isinstance(found, ShortOfMemory):
             return found
         abilities[name] = found
@@ -87,12 +93,19 @@ def inexactness(model: Any, exact: bool = False) -> str | None:
 def has_order(model: Any) -> bool:
     """Whether kernels are there that form every sum in an order of its own."""
     weight = model.get_input_embeddings().weight
-    return weight.dtype in DTYPES and compiles_for(weight.device)
+    return ranks_of(model) is None and weight.dtype in DTYPES and compiles_for(weight.device)
+
+
+@on_every_rank
+def _inexact(model: Any, abilities: dict[str, Any], ordered: bool) -> str | None:
+    with short_windows(model):
+        return problem_of(partial(bit_difference, model, abilities, ordered))
 
 
 def abilities_of(model: Any) -> dict[str, Any]:
     """What checks have found; they are made when a model is first met."""
     refuse_unrewindable(model)
+    refuse_on_followers(model)
     key, known = _key_of(model), _verdicts.get(model)
     if known is None or known[0] != key:
         known = key, kept_verdict(model, key) or _checked(model, asked_engine())
@@ -103,9 +116,12 @@ def abilities_of(model: Any) -> dict[str, Any]:
 
 
 def _key_of(model: Any) -> str:
-    return repr((private.attention_of(unwrapped(model).config), adapters(model), asked_engine()))
+    ranks = rank_count(model)
+    found = private.attention_of(unwrapped(model).config), adapters(model), asked_engine()
+    return repr(found if ranks == 1 else (*found, ranks))
 
 
+@on_every_rank
 def _checked(model: Any, kind: str | None) -> dict[str, Any]:
     with short_windows(model):
         return _abilities(model, kind)
@@ -118,6 +134,7 @@ def adapt(engine: Engine, given: Mapping[str, Adapter]) -> None:
         raise UnsupportedModelError(f"{type(unwrapped(engine.model)).__name__} cannot have these adapters: {problem}")
 
 
+@on_every_rank
 def _adapted_difference(engine: Engine) -> str | None:
     """What goes wrong in one pass with all adapters, beside passes with one each, or None."""
     model, names = engine.model, ["none", *engine.adapters.names]
@@ -168,7 +185,10 @@ def asked_engine() -> str | None:
 
 
 def captured_on(model: Any, kind: str | None) -> bool:
-    return kind == "static" or bool(model.get_input_embeddings().weight.is_cuda)
+    """Recorded, on a GPU, unless its parts are brought together by way of the host."""
+    group = group_of(unwrapped(model))
+    recordable = group is None or torch.distributed.get_backend(group) == "nccl"
+    return kind == "static" or (bool(model.get_input_embeddings().weight.is_cuda) and recordable)
 
 
 def _paged_problem(model: Any, kind: str | None, compiled: bool = True) -> str | None:
@@ -207,6 +227,16 @@ class Crowd:
         self.other.forget(0)
         others = Segment(self.other, tokens, np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
         return self.engine.run([others, Segment(self.context, tokens, depths, visible)])[1].logits
+
+
+def refuse_on_followers(model: Any) -> None:
+    """Rank 0 alone has engines that one can ask."""
+    ranks = ranks_of(model)
+    if ranks is not None and not ranks.leads:
+        raise UsageError(
+            f"this is rank {ranks.rank} of {ranks.size}: on other ranks than 0 only generate and stream of "
+            "draftgraph.load's pair can be called, as on rank 0"
+        )
 
 
 def refuse_unrewindable(model: Any) -> None:
@@ -294,21 +324,34 @@ def bit_difference(model: Any, abilities: dict[str, Any], exact: bool = False) -
                 crowd = [Segment.of_text(other, tokens[:width].tolist(), scored=True)]  # before it in the pass
                 segment = Segment(behind, tokens[:width], depths, visible)
                 logits = engine.run([*crowd, segment])[1].logits[:PATH]
-                if not torch.equal(logits, expected[: len(logits)]):
-                    return f"logits in a pass over {width} nodes have other bits than in a pass over one"
+                if not agreed(torch.equal(logits, expected[: len(logits)])):
+                    found = f"logits in a pass over {width} nodes have other bits than in a pass over one"
+                    return f"{found}{because_of_sums(model)}"
                 other.forget(0)
                 behind.forget(0)
     return None
 
 
+def because_of_sums(model: Any) -> str:
+    """Whether sums over ranks are to blame: in layers of other kinds than linear ones they are the library's own."""
+    if (group := group_of(unwrapped(model))) is None:
+        return ""
+    backend, ranks = torch.distributed.get_backend(group), torch.distributed.get_world_size(group)
+    changes = agreed(sums_change(group, model.get_input_embeddings().weight.device, model.dtype))
+    return f": the all-reduce of {backend} adds {ranks} ranks up in an order that changes with its size" * changes
+
+
 def problem_of(check: Callable[[], str | None]) -> str | None:
     """What a check says, or in one line why it could not be made."""
     try:
-        return check()
+        found = check()
+    except RankError:
+        raise
     except Exception as error:
         causes = (error, error.__cause__, error.__context__)  # an engine says in its own words what it lacks
         kind = ShortOfMemory if any(isinstance(one, torch.OutOfMemoryError) for one in causes) else str
-        return kind(f"{type(error).__name__}: {one_line(error)}")
+        found = kind(f"{type(error).__name__}: {one_line(error)}")
+    return type(found)(agreed(found)) if isinstance(found, ShortOfMemory) else agreed(found)
 
 
 class ShortOfMemory(str):
@@ -371,11 +414,11 @@ def _cached_difference(model: Any) -> str | None:
 
 def _difference(scored: Tensor, plain: Tensor, dtype: torch.dtype, what: str, noise: float = 0.0) -> str | None:
     if not torch.isfinite(plain).all():
-        return "its logits are not finite"
+        return agreed("its logits are not finite")
     if scored.shape != plain.shape:
         return f"{len(plain)} tokens give {len(scored)} rows of logits"
     off, tolerance = off_by(scored, plain, dtype), max(TOLERANCE.get(dtype, 1e-1), NOISE * noise)
-    return None if off <= tolerance else f"logits of {what} are {off:.1e} off those of plain passes"
+    return agreed(None if off <= tolerance else f"logits of {what} are {off:.1e} off those of plain passes")
 
 
 def precision(model: Any) -> torch.dtype:

@@ -6,12 +6,15 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from draftgraph import private
 from draftgraph.engine.borrowing import adapters, unwrapped
+from draftgraph.engine.ranks import on_every_rank, rank_count
+from draftgraph.engine.sharding import whole
 from draftgraph.errors import LoadError, UsageError, one_line
 from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.kernels.packed import PackedTensor, compressed
@@ -25,6 +28,7 @@ WEIGHTS = "model.safetensors"
 SCALE = ".scale"
 MARKED_ROWS, MARKED_COLUMNS = 64, 16
 TOLERANCE = 0.2  # of its numbers: a target in four bits is still itself
+_whole_ends: WeakKeyDictionary[Any, tuple[nn.Module, Any]] = WeakKeyDictionary()
 UNKEPT = ("_name_or_path", "quantization_config")  # where the target was, and how it was packed there
 
 
@@ -89,19 +93,36 @@ def bare_student(target: Any, config: Any, token_map: Tensor | None = None) -> A
 
     with no_init_weights():
         student = private.new_model(type(target), config, target.dtype, private.attention_of(target.config))
-    embedding = copy.copy(
-        target.get_input_embeddings()
-    )  # a module of its own: freezing it leaves the target's as it is
-    frozen = {name: nn.Parameter(value.detach(), False) for name, value in embedding.named_parameters(recurse=False)}
-    private.set_parameters(embedding, frozen)
-    student.set_input_embeddings(embedding)
+    student.set_input_embeddings(lent_embedding(target))
     lend_output_rows(student, target, token_map)
     return student.to(target.get_input_embeddings().weight.device).eval()
 
 
+def lent_embedding(target: Any) -> nn.Module:
+    """A module of its own around the target's embedding matrix: freezing it leaves the target's as it is."""
+    embedding = copy.copy(ends_of(target)[0])
+    frozen = {name: nn.Parameter(value.detach(), False) for name, value in embedding.named_parameters(recurse=False)}
+    private.set_parameters(embedding, frozen)
+    return embedding
+
+
+def ends_of(target: Any) -> tuple[nn.Module, Any]:
+    """The embedding and the output layer of a target. A draft of one that is split over ranks has copies of the whole."""
+    if rank_count(target) == 1:
+        return target.get_input_embeddings(), target.get_output_embeddings()
+    if target not in _whole_ends:
+        _whole_ends[target] = whole_ends(target)
+    return _whole_ends[target]
+
+
+@on_every_rank
+def whole_ends(target: Any) -> tuple[nn.Module, Any]:
+    return whole(target.get_input_embeddings()), whole(target.get_output_embeddings())
+
+
 def lend_output_rows(student: Any, target: Any, token_map: Tensor | None) -> None:
     """Lets a student write the tokens of the map, or all, with the target's rows for them."""
-    original = target.get_output_embeddings()
+    original = ends_of(target)[1]
     weight, bias = getattr(original, "weight", None), getattr(original, "bias", None)
     if weight is None or weight.dim() != 2 or not (is_plain(weight) or is_packed(weight)):
         raise UsageError(f"the output matrix of {type(target).__name__} is quantised: load the target without that")
@@ -246,7 +267,7 @@ def filled_student(target: Any, content: dict[str, Any], tensors: dict[str, Tens
 
 def mark_of(target: Any) -> Tensor:
     """A few numbers of the target's embedding, by which it is known again in any dtype."""
-    weight: Tensor = target.get_input_embeddings().weight.detach()
+    weight: Any = ends_of(target)[0].weight.detach()
     rows = torch.linspace(0, weight.shape[0] - 1, min(MARKED_ROWS, weight.shape[0])).long().to(weight.device)
     return weight[rows][:, :MARKED_COLUMNS].float().cpu().contiguous()  # rows alone: a packed weight stays packed
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from draftgraph.engine.ranks import Ranks
+
 SHARED_WITH_TOKENIZER = ("cache_dir", "force_download", "proxies", "revision", "subfolder", "token")
 SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 POSSIBLE = "float32, bfloat16, float16, float64 or auto"
@@ -35,28 +37,35 @@ def load_model(
     quantization_config: Any = None,
     device_map: Any = None,
     quantize: str | None = None,
+    tensor_parallel: int | None = None,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer, if it has one.
 
     `spec` is a hub name, a folder, a GGUF file, a module (returned as it is, neither moved nor cast) or, for the
     target, None: the embedded default. On a CPU weights keep the format of their file unless a dtype is given: 4 or 8
-    bits, or bfloat16 where rows keep their bits in it; `quantize` ("int8" or "int4") makes them smaller. Further
-    arguments go to transformers' `from_pretrained`.
+    bits, or bfloat16 where rows keep their bits in it; `quantize` ("int8" or "int4") makes them smaller.
+    `tensor_parallel`: so many processes, each with a part of the weights. Further arguments go to transformers'
+    `from_pretrained`.
     """
     import torch
 
     from draftgraph.models.packed_model import compress, is_packed_folder
+    from draftgraph.models.ranks import ranks_for
 
     if isinstance(spec, torch.nn.Module):
         return spec, tokenizer_of_module(spec)  # type: ignore[return-value]
     if device is not None and device_map is not None:
         raise UsageError("device and device_map exclude each other: give one of them")
     place = choose_device(device)
+    if tensor_parallel is not None and (quantize is not None or device_map is not None or place.index is not None):
+        raise UsageError("tensor_parallel excludes quantize, device_map and a device with a number")
+    ranks = ranks_for(tensor_parallel, place, model_kwargs)
     options: dict[str, Any] = {"use_safetensors": True} | model_kwargs
-    as_filed = place.type == "cpu" and dtype is None and quantization_config is None and device_map is None
+    whole = ranks is None and device_map is None
+    as_filed = place.type == "cpu" and dtype is None and quantization_config is None and whole
     options |= {"dtype": "auto" if as_filed else choose_dtype(dtype, place), "trust_remote_code": trust_remote_code}
-    if device_map is not None or place.type != "cpu":
+    if device_map is not None or (place.type != "cpu" and ranks is None):
         options["device_map"] = device_map if device_map is not None else {"": place}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
@@ -66,7 +75,7 @@ def load_model(
     source = find_source(spec, role, revision, options, as_filed and quantize is None)
     if not Path(source).is_dir() and revision is not None:
         options["revision"] = revision
-    model = read_model(source, options)
+    model = read_model(source, options) if ranks is None else load_split(ranks, source, options)
     if quantize is not None:
         lost = compress(model, QUANTIZED[quantize])
         notice(f"{role} in {quantize}: its weights are off by {lost:.1%} of their size (root mean square)")
@@ -77,6 +86,54 @@ def load_model(
     if tokenizer is None:
         tokenizer = tokenizer_of_module(model)  # an adapter's is that of its base
     return model, tokenizer
+
+
+def load_split(ranks: Ranks, source: str, options: dict[str, Any]) -> PreTrainedModel:
+    """Every rank loads its part: each in a script that torchrun started, else followers are told to."""
+    if not ranks.scripted:
+        told = {name: str(one).removeprefix("torch.") if name == "dtype" else one for name, one in options.items()}
+        try:
+            ranks.tell("load_model", {"source": source, "options": told})
+        except TypeError as error:
+            raise UsageError(f"{error}: start the script with torchrun in place of tensor_parallel") from error
+    return load_part(ranks, source, options)
+
+
+def load_part(ranks: Ranks, source: str, options: dict[str, Any]) -> PreTrainedModel:
+    """The part of a model that this rank holds."""
+    from transformers import AutoConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    from draftgraph import private
+    from draftgraph.engine.sharding import attention_is_whole, group_of, plan_for
+    from draftgraph.models.packed_model import is_packed_folder
+    from draftgraph.models.ranks import LATE, loading
+
+    folder, options = Path(source), dict(options)
+    if is_packed_folder(folder) or (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{source} has packed weights or an adapter, which cannot be split over ranks: give its model")
+    wanted, plan, _ = (options.pop(name, None) for name in ("distributed_config", "tp_plan", "tp_size"))
+    shared = {key: options[key] for key in SHARED_WITH_TOKENIZER if key in options}
+    config = options.pop("config", None)
+    if config is None:
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"], **shared)
+        except Exception as error:
+            raise explain(error, source) from error
+    if wanted is None and plan in (None, "auto"):
+        text = config.get_text_config(decoder=True)
+        text.base_model_tp_plan = plan_for(text, ranks.size)
+        if ranks.leads and attention_is_whole(text, ranks.size):
+            notice(f"its heads cannot be shared out over {ranks.size} ranks: each computes all of the attention")
+    wanted = wanted or DistributedConfig(tp_size=ranks.size, tp_plan=plan or "auto")
+    with loading(ranks):
+        model = read_model(source, options | {"config": config, "distributed_config": wanted})
+    if (group := group_of(model)) is None:
+        raise UsageError(f"transformers has no plan to split a {type(model).__name__} over {ranks.size} ranks")
+    if not ranks.scripted:
+        private.set_group_timeout(group, LATE)
+    ranks.adopt(model)
+    return model
 
 
 def keeps_its_bits(model: Any) -> bool:

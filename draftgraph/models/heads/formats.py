@@ -16,10 +16,20 @@ from draftgraph import private
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.errors import LoadError, UsageError, one_line
 from draftgraph.files import ANOTHER_OUT, replacing, writing
-from draftgraph.models.draft import WEIGHTS, is_packed, is_plain, lend_output_rows, name_of, own_weights, text_config
+from draftgraph.models.draft import (
+    WEIGHTS,
+    ends_of,
+    is_packed,
+    is_plain,
+    lend_output_rows,
+    lent_embedding,
+    name_of,
+    own_weights,
+    text_config,
+)
 from draftgraph.models.heads.block import BlockHead
 from draftgraph.models.heads.files import read_tensors, tensor_files
-from draftgraph.models.heads.head import Head, fill, lent_embedding
+from draftgraph.models.heads.head import Head, fill
 from draftgraph.models.heads.mtp import OF_SPECULATORS, MtpHead, filled_mtp
 from draftgraph.models.heads.states import CHOICES, LAYERS, StatesHead, default_reads
 from draftgraph.notices import notice
@@ -255,7 +265,7 @@ def filled_head(folder: Path, kind: type[Head], config: Any, tensors: dict[str, 
     """A head with these weights; embedding and output matrix are the target's where the folder has none."""
     from transformers.initialization import no_init_weights
 
-    token_map, embedding = token_map_of(folder, config, tensors), target.get_input_embeddings()
+    token_map, embedding = token_map_of(folder, config, tensors), ends_of(target)[0]
     with no_init_weights():
         attention = private.attention_of(text_config(target.config)) or "sdpa"
         head = private.new_model(kind, config, target.dtype, attention)

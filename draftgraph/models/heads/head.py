@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from draftgraph import private
 from draftgraph.errors import UsageError
-from draftgraph.models.draft import lend_output_rows, text_config
+from draftgraph.models.draft import lend_output_rows, lent_embedding, text_config
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
@@ -118,14 +117,6 @@ def layers_like(of: Any, layers: int) -> dict[str, Any]:
     if isinstance(rope, dict) and plain and rope.get("partial_rotary_factor", 1) == 1:
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return found
-
-
-def lent_embedding(target: Any) -> nn.Module:
-    """A frozen module of its own around the target's embedding matrix."""
-    embedding = copy.copy(target.get_input_embeddings())
-    frozen = {name: nn.Parameter(value.detach(), False) for name, value in embedding.named_parameters(recurse=False)}
-    private.set_parameters(embedding, frozen)
-    return embedding  # type: ignore[no-any-return]
 
 
 def bare_head(kind: type[Any], config: Any, target: Any, token_map: Tensor | None = None) -> Any:

@@ -22,11 +22,11 @@ from draftgraph import private
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.states import decoder_layers
 from draftgraph.errors import LoadError, UsageError, one_line
-from draftgraph.models.draft import lend_output_rows, name_of, student_config, text_config
+from draftgraph.models.draft import lend_output_rows, lent_embedding, name_of, student_config, text_config
 from draftgraph.models.faults import quiet_transformers
 from draftgraph.models.fetch import find_in_cache
 from draftgraph.models.heads.files import read_tensors, tensor_files
-from draftgraph.models.heads.head import Head, HeadOutput, fill, kept_rows, lent_embedding, refuse_misfits
+from draftgraph.models.heads.head import Head, HeadOutput, fill, kept_rows, refuse_misfits
 from draftgraph.models.packed_model import is_packed_folder
 from draftgraph.notices import notice
 
