@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -15,6 +15,7 @@ from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
 from draftgraph.decoder import Decoding, GraphDecoder, fresh_seed, stream
 from draftgraph.engine.borrowing import unwrapped
+from draftgraph.engine.following import shared, shared_pieces
 from draftgraph.errors import UsageError
 from draftgraph.generation import Request, context_window, prepare, row_arguments
 from draftgraph.models import check_same_tokens, load_model
@@ -97,6 +98,9 @@ class Pair:
             >>> [len(one.token_ids) for one in pair.generate(["Tell a story.", "Count to ten."], max_new_tokens=4)]
             [4, 4]
         """
+        return shared(self.target, lambda: self._generate(prompt, **arguments), told, heard)
+
+    def _generate(self, prompt: str | Messages | list[str], **arguments: Any) -> Output | list[Output]:
         prompts = [one for one in prompt if isinstance(one, str)] if isinstance(prompt, list) else []
         if prompts and len(prompts) < len(prompt):
             raise UsageError("a list is either of prompts or of messages: this one has both")
@@ -138,8 +142,7 @@ class Pair:
             >>> "".join(pieces) == pair.generate("Tell me a story.", max_new_tokens=16).text
             True
         """
-        decoding = self.start(prompt, **arguments)
-        yield from self.pieces(decoding)
+        yield from shared_pieces(self.target, lambda: self.pieces(self.start(prompt, **arguments)))
 
     def inspect(self, prompt: str | Messages, **arguments: Any) -> GraphReport:
         """The graphs behind an answer, to look at: it shows itself in a notebook, and as HTML, SVG, DOT or JSON.
@@ -214,6 +217,17 @@ class Pair:
         return Output(decode(self.tokenizer, ids), ids, reason, decoding.stats, logprobs)
 
 
+def told(found: Output | list[Output]) -> Any:
+    """Outputs as a message between ranks holds them."""
+    return [asdict(one) for one in found] if isinstance(found, list) else asdict(found)
+
+
+def heard(said: Any) -> Output | list[Output]:
+    if isinstance(said, list):
+        return [Output(**one | {"stats": Stats.read(one["stats"])}) for one in said]
+    return Output(**said | {"stats": Stats.read(said["stats"])})
+
+
 def load(
     target: Any = None,
     draft: Any = None,
@@ -267,16 +281,21 @@ def load(
         draft = DEFAULT_DRAFT
     if draft is None or (isinstance(draft, str) and draft == "none"):
         return Pair(target_model, None, tokenizer)
-    if is_draft_folder(draft):
-        return Pair(target_model, load_draft(Path(draft), target_model), tokenizer)
-    if (head := trained_head(draft, target_model, revision, **model_kwargs)) is not None:
-        return Pair(target_model, head, tokenizer)
     if draft is target_model or (isinstance(draft, str) and draft in ("self", target)):
         return Pair(target_model, target_model, tokenizer)
-    draft_model, draft_tokenizer = load_model(draft, role="draft", **options)
-    if tokenizer is not None and draft_tokenizer is not None:
-        check_same_tokens(tokenizer, draft_tokenizer)
-    return Pair(target_model, draft_model, tokenizer)
+
+    def drafting() -> Any:
+        if is_draft_folder(draft):
+            return load_draft(Path(draft), target_model)
+        if (head := trained_head(draft, target_model, revision, **model_kwargs)) is not None:
+            return head
+        draft_model, draft_tokenizer = load_model(draft, role="draft", **options)
+        if tokenizer is not None and draft_tokenizer is not None:
+            check_same_tokens(tokenizer, draft_tokenizer)
+        return draft_model
+
+    # Of ranks the first alone drafts: what another drafted would be the same, and nobody would look at it.
+    return Pair(target_model, shared(target_model, drafting, lambda _: None, lambda _: None), tokenizer)
 
 
 def trained_head(draft: Any, target: Any, revision: str | None, **options: Any) -> Any:

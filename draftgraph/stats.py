@@ -99,6 +99,13 @@ class Stats:
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
     )
 
+    @classmethod
+    def read(cls, figures: dict[str, Any]) -> Stats:
+        """Of fields that were JSON meanwhile, where every key is a text."""
+        by_depth = ("accepted_by_depth", "checked_by_depth")
+        numbered = {name: {int(depth): one for depth, one in figures[name].items()} for name in by_depth}
+        return cls(**figures | numbered)
+
     @property
     def mean_accepted_length(self) -> float:
         """New tokens per target pass, the bonus token included."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftgraph.decoder import GraphDecoder
 from draftgraph.distillation.sampler import Sampler
-from draftgraph.engine.borrowing import Loan, unwrapped
+from draftgraph.engine.borrowing import unwrapped
+from draftgraph.engine.selfcheck import plain_logits
 from draftgraph.files import cache_dir, replacing
 from draftgraph.generation import setting
 from draftgraph.noise import KeyedNoise
@@ -100,7 +101,6 @@ class TargetAnswers:
     def _key(self, prompts: list[list[int]], temperature: float) -> str:
         """A digest of the question and of the target's logits: names and dates of files do not identify weights."""
         ids = torch.tensor([prompts[0][:FINGERPRINT_TOKENS]], device=self.device)
-        with Loan(self.target):
-            said = self.target(input_ids=ids).logits[0, -1].float().cpu().numpy().tobytes()
+        said = plain_logits(self.target, ids)[-1].float().cpu().numpy().tobytes()
         asked = [prompts, temperature, self.max_new_tokens, self.seed, sorted(self.stop_ids)]
         return hashlib.sha256(json.dumps(asked).encode() + said).hexdigest()

@@ -29,6 +29,7 @@ from draftgraph.bench.runs import Record
 from draftgraph.bench.stopwatch import Stopwatch, told
 from draftgraph.bench.structures import LLAMA_METHODS, PEERS, VLLM_METHODS
 from draftgraph.engine.borrowing import unwrapped
+from draftgraph.engine.ranks import rank_count
 from draftgraph.errors import DraftGraphError, one_line
 from draftgraph.files import writing
 from draftgraph.generation import Request, context_window
@@ -106,6 +107,8 @@ class Peer(Method, ABC):
         self.watch.meters.begin()
         start = time.perf_counter()
         with failing():
+            if rank_count(self.pair.target) > 1:
+                raise MethodFailed("other libraries are not given a target that is split over several processes")
             about = self.prepare(prompt)
             self.answer(prompt)
         seconds = time.perf_counter() - start

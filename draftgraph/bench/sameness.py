@@ -62,13 +62,13 @@ def steps_between(decoding: Decoding, before: Sequence[int], tokens: list[int]) 
     import torch
 
     from draftgraph.choose import Prefix, process
+    from draftgraph.engine.selfcheck import plain_logits
 
     model = decoding.engines.target.model
     text = [*decoding.text[: decoding.prompt_length], *before]
     length = len(text)
     ids = torch.tensor([text], device=decoding.engines.target.device)
-    with decoding.loan:
-        logits = model(input_ids=ids, use_cache=False).logits[0, -1]
+    logits = plain_logits(model, ids)[-1]
     raw, processed = process(decoding.request.processors, logits, Prefix.of(ids, length))
     scores = processed[0].double()
     if decoding.noise is not None:

@@ -24,6 +24,8 @@ from draftgraph.bench.structures import HF_METHODS, LLAMA_METHODS, MODES, PEERS,
 from draftgraph.bench.tasks import to_score
 from draftgraph.config import GraphConfig
 from draftgraph.engine.borrowing import unwrapped
+from draftgraph.engine.ranks import refuse_split
+from draftgraph.engine.sharding import local_part
 from draftgraph.errors import UsageError
 from draftgraph.files import claimed, held_alone
 from draftgraph.generation import context_window
@@ -114,7 +116,10 @@ def bench_run(
 
 
 def inflated_pair(pair: Pair, shape: str | None) -> Pair:
-    return pair if shape is None else Pair(inflated(pair.target, shape), pair.draft, pair.tokenizer)
+    if shape is None:
+        return pair
+    refuse_split(pair.target, "inflating")
+    return Pair(inflated(pair.target, shape), pair.draft, pair.tokenizer)
 
 
 def measure_all(
@@ -213,7 +218,7 @@ def surroundings(pair: Pair) -> Record:
         "device": device_name(engine.device),
         "dtype": number_format(pair.target),
         "threads": torch.get_num_threads(),
-        "engine": type(engine).__name__,
+        "engine": type(engine).__name__ + (f" on {engine.ranks} ranks" if engine.ranks > 1 else ""),
         "draftgraph": __version__,
         "torch": torch.__version__,
         "transformers": transformers_library.__version__,
@@ -235,7 +240,8 @@ def name_of(model: Any) -> str:
 def mark_of(model: Any) -> str:
     """A digest of some numbers of every weight: a name says little about a draft that was trained again."""
     mark = sha256()
-    for name, weight in model.named_parameters():
+    for name, whole in model.named_parameters():
+        weight = local_part(whole)
         mark.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
         if is_plain(weight):
             mark.update(weight.detach().flatten()[:MARKED].double().cpu().numpy().tobytes())

@@ -18,7 +18,7 @@ from draftgraph.cli.chat import chat
 from draftgraph.cli.distill import distill
 from draftgraph.cli.doctor import doctor
 from draftgraph.cli.generate import compare, generate, inspect
-from draftgraph.cli.options import MODELS, REPORTS, Settings, register
+from draftgraph.cli.options import MODELS, REPORTS, SPLIT, Settings, register
 from draftgraph.cli.serve import SERVE_OPTIONS, serve
 from draftgraph.cli.terminal import FAILED, INTERRUPTED, WRONG_USE, complain, usage_line
 from draftgraph.distillation.recipe import BLOCK_SIZE, LONG_LENGTH, OWN_PROMPTS, STEPS, Recipe
@@ -35,8 +35,8 @@ register(app, serve, only=SERVE_OPTIONS, also=ServerSettings, keys=KEYS)
 only = ("target", "device", "dtype", *REPORTS)
 lengths: dict[str, Any] = {"block_size": BLOCK_SIZE, "long_length": LONG_LENGTH}
 register(app, distill, only=only, also=Recipe, own_prompts=OWN_PROMPTS, steps=STEPS, **lengths)
-register(app, tune, only=(*MODELS, "k", "max_nodes", "max_depth", "seed", *REPORTS))
-register(app, doctor, only=(*MODELS, *REPORTS))
+register(app, tune, only=(*MODELS, SPLIT, "k", "max_nodes", "max_depth", "seed", *REPORTS))
+register(app, doctor, only=(*MODELS, SPLIT, *REPORTS))
 app.add_typer(bench)
 
 

@@ -21,7 +21,7 @@ from draftgraph.bench.runs import FILE, read_records
 from draftgraph.bench.speed_report import SpeedReport
 from draftgraph.bench.structures import DEFAULT, MODES, PEERS, SUITES, chosen, mode_named, suite_named
 from draftgraph.bench.tasks import OWN, read_tasks
-from draftgraph.cli.options import MODELS, REPORTS, Settings, refuse_outside, register
+from draftgraph.cli.options import MODELS, REPORTS, SPLIT, Settings, refuse_outside, register
 from draftgraph.cli.terminal import (
     busy,
     complain,
@@ -534,7 +534,7 @@ def choices_table(report: TuneReport) -> Table:
 
 SIZED: dict[str, Iterable[str]] = {"suite": SUITES, "inflate": SHAPES, "size": SIZES}
 register(app, draft, only=("target", "device", "dtype", "seed", *REPORTS))
-only = (*MODELS, "temperature", "top_p", "seed", "profile", *REPORTS)
+only = (*MODELS, SPLIT, "temperature", "top_p", "seed", "profile", *REPORTS)
 register(app, run, only=only, choices=SIZED, usual=DEFAULT, modes=ALL_MODES)
 register(app, load, only=(*MODELS, "temperature", "top_p", "seed", *REPORTS), choices=SIZED)
 register(app, report, only=REPORTS)

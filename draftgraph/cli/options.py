@@ -26,6 +26,7 @@ from draftgraph.profile import read_profile
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 ALLOWED: dict[str, Iterable[str]] = {**CHOICES, "cost": PRICES}
 MODELS = ("target", "draft", "device", "dtype", "quantize")  # common options that most commands take
+SPLIT = "tensor_parallel"  # of commands whose target is only asked through an engine
 REPORTS = ("json", "config", "debug")
 TEXTS: dict[str, dict[str, Any]] = {  # of options, by command
     command: {name: text | {"rich_help_panel": panel} for panel in panels for name, text in panels[panel].items()}
@@ -91,6 +92,7 @@ class Settings:
     device: str | None = None
     dtype: str | None = None
     quantize: str | None = None
+    tensor_parallel: int | None = None
 
     mode: str | None = None
     k: int | None = None
@@ -125,7 +127,7 @@ class Settings:
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of `draftgraph.load`."""
-        return self.given(*MODELS)
+        return self.given(*MODELS, SPLIT)
 
     def graph_config(self, **changes: Any) -> GraphConfig:
         given = self.given("mode", "growth", "cost", *RANGES) | ({"exact": True} if self.exact else {})

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from draftgraph.cli.options import MODELS, Settings
+from draftgraph.cli.options import MODELS, SPLIT, Settings
 from draftgraph.cli.terminal import busy, complain
 from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.extras import install_command
@@ -14,6 +14,7 @@ from draftgraph.serve.settings import ServerSettings, is_loopback, read_keys
 
 SERVE_OPTIONS = (
     *MODELS,
+    SPLIT,
     *("mode", "k", "tau", "theta_prob", "theta_sib", "max_nodes", "max_depth", "chain_length", "growth", "cost"),
     *("exact", "profile", "config", "debug"),
 )

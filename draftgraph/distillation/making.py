@@ -30,6 +30,7 @@ from draftgraph.distillation.prompts import Prompt, WrittenPrompts, own_prompts,
 from draftgraph.distillation.recipe import Recipe
 from draftgraph.distillation.sampler import Sampler
 from draftgraph.distillation.training import ANSWERS, RECIPE, TARGET, Checkpoint, Training
+from draftgraph.engine.ranks import refuse_split
 from draftgraph.errors import UsageError, one_line
 from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.generation import context_window, stop_ids_of
@@ -50,6 +51,7 @@ def make_draft(
     export: str | None,
     checkpoint_seconds: float,
 ) -> Distilled:
+    refuse_split(model, "training a draft")
     recipe = within_window(recipe, model, report)
     kind = KINDS[recipe.kind]
     student = kind.student(recipe, model)

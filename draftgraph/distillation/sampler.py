@@ -24,6 +24,7 @@ from draftgraph.engine.attention import graph_masks, layer_kinds
 from draftgraph.engine.borrowing import Loan, borrowed_attention, configs_of
 from draftgraph.engine.cache import SlotLayer
 from draftgraph.engine.capture import Captured
+from draftgraph.engine.ranks import refuse_split
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.selfcheck import engine_for
 from draftgraph.errors import UnsupportedModelError
@@ -69,6 +70,7 @@ class Sampler:
     """
 
     def __init__(self, model: Any, stop_ids: frozenset[int], batch_size: int | None = None) -> None:
+        refuse_split(model, "generating many texts")
         self.model = model
         self.stop_ids = stop_ids
         self.batch_size = batch_size

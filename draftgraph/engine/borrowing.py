@@ -206,8 +206,8 @@ def other_forwards(lock: RLock, forwards: Forwards) -> Iterator[None]:
 
 
 class NarrowLinears:
-    """The large linear layers of a model, which take the best way while `borrowed`, if there are few rows. Of those that
-    are split over ranks the parts do, whatever the rows: see `LinearPart`."""
+    """The large linear layers of a model, which take the best way while `borrowed`, if there are few rows. Of those
+    that are split over ranks the parts do, whatever the rows: see `LinearPart`."""
 
     def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cpu", "cuda")) -> None:
         self._lock = pass_lock(model)

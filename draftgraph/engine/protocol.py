@@ -227,8 +227,11 @@ class Engine(Protocol):
     captured: bool  # passes have fixed shapes, so drafts can grow on the device
     most: int | None  # sequences at a time; None: as many as there is room for
     widths: tuple[int, ...]  # nodes that passes are padded to; none: no padding
-    left: Tensor | None  # the states of all nodes of the last pass that are read; None: they lie in no fixed place
     ranks: int  # processes that compute every pass together
+
+    @property
+    def left(self) -> Tensor | None:
+        """The states of all nodes of the last pass that are read; None: they lie in no fixed place."""
 
     @property
     def device(self) -> torch.device: ...

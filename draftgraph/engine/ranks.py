@@ -218,6 +218,11 @@ def rank_count(model: Any) -> int:
     return 1 if ranks is None else ranks.size
 
 
+def refuse_split(model: Any, what: str) -> None:
+    if rank_count(model) > 1:
+        raise UsageError(f"{what} needs all of a target in one process: load it without tensor_parallel")
+
+
 def on_every_rank(
     function: Callable[Concatenate[Any, Given], Found],
 ) -> Callable[Concatenate[Any, Given], Found]:

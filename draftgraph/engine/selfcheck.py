@@ -463,6 +463,13 @@ def _plain_pass(model: Any, tokens: list[int], start: int = 0, **arguments: Any)
         return model(input_ids=torch.tensor([tokens], device=device), return_dict=True, **arguments)
 
 
+@on_every_rank
+def plain_logits(model: Any, ids: Tensor) -> Tensor:
+    """What one plain pass says of a text. # [1, tokens] -> [tokens, vocabulary]"""
+    with Loan(model), still_torch(is_packed(model)):
+        return model(input_ids=ids.to(model.device), use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
     """Windows too long for the check's text are short for a while; models read them from their configuration, so passes

@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 SCALE = ".scale"
 MARKED_ROWS, MARKED_COLUMNS = 64, 16
 TOLERANCE = 0.2  # of its numbers: a target in four bits is still itself
-_whole_ends: WeakKeyDictionary[Any, tuple[nn.Module, Any]] = WeakKeyDictionary()
+_whole_ends: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 UNKEPT = ("_name_or_path", "quantization_config")  # where the target was, and how it was packed there
 
 
@@ -100,14 +100,14 @@ def bare_student(target: Any, config: Any, token_map: Tensor | None = None) -> A
 
 def lent_embedding(target: Any) -> nn.Module:
     """A module of its own around the target's embedding matrix: freezing it leaves the target's as it is."""
-    embedding = copy.copy(ends_of(target)[0])
+    embedding: nn.Module = copy.copy(ends_of(target)[0])
     frozen = {name: nn.Parameter(value.detach(), False) for name, value in embedding.named_parameters(recurse=False)}
     private.set_parameters(embedding, frozen)
     return embedding
 
 
-def ends_of(target: Any) -> tuple[nn.Module, Any]:
-    """The embedding and the output layer of a target. A draft of one that is split over ranks has copies of the whole."""
+def ends_of(target: Any) -> tuple[Any, Any]:
+    """The embedding and the output layer of a target; of one that is split over ranks, copies of the whole."""
     if rank_count(target) == 1:
         return target.get_input_embeddings(), target.get_output_embeddings()
     if target not in _whole_ends:
@@ -116,7 +116,7 @@ def ends_of(target: Any) -> tuple[nn.Module, Any]:
 
 
 @on_every_rank
-def whole_ends(target: Any) -> tuple[nn.Module, Any]:
+def whole_ends(target: Any) -> tuple[Any, Any]:
     return whole(target.get_input_embeddings()), whole(target.get_output_embeddings())
 
 
@@ -267,7 +267,7 @@ def filled_student(target: Any, content: dict[str, Any], tensors: dict[str, Tens
 
 def mark_of(target: Any) -> Tensor:
     """A few numbers of the target's embedding, by which it is known again in any dtype."""
-    weight: Any = ends_of(target)[0].weight.detach()
+    weight: Tensor = ends_of(target)[0].weight.detach()
     rows = torch.linspace(0, weight.shape[0] - 1, min(MARKED_ROWS, weight.shape[0])).long().to(weight.device)
     return weight[rows][:, :MARKED_COLUMNS].float().cpu().contiguous()  # rows alone: a packed weight stays packed
 

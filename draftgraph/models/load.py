@@ -51,9 +51,10 @@ def load_model(
     import torch
 
     from draftgraph.models.packed_model import compress, is_packed_folder
-    from draftgraph.models.ranks import ranks_for
+    from draftgraph.models.ranks import adopt_split, ranks_for
 
     if isinstance(spec, torch.nn.Module):
+        adopt_split(spec)
         return spec, tokenizer_of_module(spec)  # type: ignore[return-value]
     if device is not None and device_map is not None:
         raise UsageError("device and device_map exclude each other: give one of them")

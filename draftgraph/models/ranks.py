@@ -28,8 +28,10 @@ from typing import IO, Any
 import torch
 from torch import distributed as dist
 
+from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.following import Follower
 from draftgraph.engine.ranks import Ranks, current, join
+from draftgraph.engine.sharding import group_of
 from draftgraph.errors import RankError, UsageError
 from draftgraph.notices import notice
 
@@ -139,7 +141,7 @@ class Watch:
 
     def lose(self, why: str) -> None:
         if self.ranks.lost is None:
-            self.ranks.lost, self.lost_since = f"{why}: load the model again", time.monotonic()
+            self.ranks.lost, self.lost_since = f"{why}, and the model with it", time.monotonic()
         self.kill()
 
     def kill(self) -> None:
@@ -187,15 +189,27 @@ def joined(size: int | None, device: torch.device) -> Ranks | None:
     world = int(os.environ["WORLD_SIZE"])
     if size not in (None, world):
         raise UsageError(f"tensor_parallel={size} in a script of {world} processes: give it to torchrun alone")
-    if world == 1 or (ranks := current()) is not None:
-        return None if world == 1 else ranks
+    if world == 1:
+        return None
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         meet(device, int(os.environ.get("LOCAL_WORLD_SIZE", world)), place_of(local, device))
-    ranks = Ranks(dist.get_rank(), world, scripted=True)
-    ranks.follower = None if ranks.leads else Follower(ranks)
-    join(ranks)
+    return scripted()
+
+
+def scripted() -> Ranks:
+    """All processes of a group that a script has made, or torchrun for it."""
+    if (ranks := current()) is None:
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), scripted=True)
+        ranks.follower = None if ranks.leads else Follower(ranks)
+        join(ranks)
     return ranks
+
+
+def adopt_split(model: torch.nn.Module) -> None:
+    """A module that a script has split by itself."""
+    if group_of(unwrapped(model)) is not None and not (ranks := scripted()).holds(model):
+        ranks.adopt(model)
 
 
 def started(size: int, device: torch.device) -> Ranks:

@@ -35,9 +35,14 @@ class Loop:
     """Runs a scheduler for the API at the other end of a connection, until that goes away."""
 
     def __init__(
-        self, connection: socket.socket, scheduler: Scheduler, job_of: Callable[[dict[str, Any]], Any]
+        self,
+        connection: socket.socket,
+        scheduler: Scheduler,
+        job_of: Callable[[dict[str, Any]], Any],
+        refuse_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._connection, self._scheduler, self._job_of = connection, scheduler, job_of
+        """`refuse_lost` raises if a process that the model needs has ended."""
+        self._connection, self._scheduler, self._job_of, self._refuse_lost = connection, scheduler, job_of, refuse_lost
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._stopped = False
         self._figures: dict[str, Any] = {}
@@ -48,6 +53,7 @@ class Loop:
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         while not self._stopped:
             self._run_commands()
+            self._refuse_lost()
             if self._scheduler.busy:
                 self._tell(self._scheduler.step())
             self._send_figures()
@@ -130,9 +136,11 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
     from draftgraph.batching import Limits, Scheduler
     from draftgraph.kernels.packed import number_format
     from draftgraph.models.adapter import read_adapter
+    from draftgraph.models.ranks import guard
 
     adapters = {name: read_adapter(name, Path(folder)) for name, folder in options.get("adapters", {}).items()}
     pair = draftgraph.load(**options["load"])
+    refuse_lost = guard()
     config = draftgraph.GraphConfig(**options["graph"])
     scheduler = Scheduler(pair, Limits(**options["limits"]), config, adapters)
     scheduler.batch.prepare(config)
@@ -146,7 +154,7 @@ def serve_pair(connection: socket.socket, options: dict[str, Any]) -> None:
         "mode": config.mode,
         "exact": scheduler.batch.engines.inexact is None,
     }
-    Loop(connection, scheduler, Job.from_dict).run(ready)
+    Loop(connection, scheduler, Job.from_dict, refuse_lost).run(ready)
 
 
 def main() -> None:
