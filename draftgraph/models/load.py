@@ -51,7 +51,7 @@ def load_model(
     import torch
 
     from draftgraph.models.packed_model import compress, is_packed_folder
-    from draftgraph.models.ranks import adopt_split, ranks_for
+    from draftgraph.models.ranks import adopt_split, ranks_asked, ranks_for
 
     if isinstance(spec, torch.nn.Module):
         adopt_split(spec)
@@ -59,14 +59,14 @@ def load_model(
     if device is not None and device_map is not None:
         raise UsageError("device and device_map exclude each other: give one of them")
     place = choose_device(device)
-    if tensor_parallel is not None and (quantize is not None or device_map is not None or place.index is not None):
-        raise UsageError("tensor_parallel excludes quantize, device_map and a device with a number")
-    ranks = ranks_for(tensor_parallel, place, model_kwargs)
+    ranks = ranks_asked(tensor_parallel, model_kwargs)
+    if ranks > 1 and (quantize is not None or device_map is not None or place.index is not None):
+        raise UsageError("a model that is split over ranks takes no quantize, device_map or device with a number")
     options: dict[str, Any] = {"use_safetensors": True} | model_kwargs
-    whole = ranks is None and device_map is None
+    whole = ranks == 1 and device_map is None
     as_filed = place.type == "cpu" and dtype is None and quantization_config is None and whole
     options |= {"dtype": "auto" if as_filed else choose_dtype(dtype, place), "trust_remote_code": trust_remote_code}
-    if device_map is not None or (place.type != "cpu" and ranks is None):
+    if device_map is not None or (place.type != "cpu" and ranks == 1):
         options["device_map"] = device_map if device_map is not None else {"": place}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
@@ -76,7 +76,7 @@ def load_model(
     source = find_source(spec, role, revision, options, as_filed and quantize is None)
     if not Path(source).is_dir() and revision is not None:
         options["revision"] = revision
-    model = read_model(source, options) if ranks is None else load_split(ranks, source, options)
+    model = read_model(source, options) if ranks == 1 else load_split(ranks_for(ranks, place), source, options)
     if quantize is not None:
         lost = compress(model, QUANTIZED[quantize])
         notice(f"{role} in {quantize}: its weights are off by {lost:.1%} of their size (root mean square)")

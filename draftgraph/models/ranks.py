@@ -106,6 +106,10 @@ class Watch:
     lost_since: float | None = None
     last: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.run, name="ranks", daemon=True)
+        self.thread.start()
+
     def run(self) -> None:
         with selectors.DefaultSelector() as waiting:
             for one in self.followers:
@@ -160,6 +164,10 @@ class Watch:
             with suppress(subprocess.TimeoutExpired):
                 one.process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
+        self.thread.join(2 * BEAT)
+        for one in self.followers:
+            one.line.close()
+            one.errors.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
@@ -168,32 +176,33 @@ class Watch:
 _watch: Watch | None = None
 
 
-def ranks_for(size: int | None, device: torch.device, given: dict[str, Any]) -> Ranks | None:
-    """The ranks that a model is to be split over; None: this process has all of it. `given`: arguments of
-    `from_pretrained`, some of which ask for ranks."""
-    if size is None and not any(given.get(name) is not None for name in PARALLEL):
-        return None
+def ranks_asked(size: int | None, given: dict[str, Any]) -> int:
+    """How many ranks a model is to be split over. `given`: arguments of `from_pretrained`, some of which ask for it."""
     if size is not None and size < 1:
         raise UsageError(f"tensor_parallel must be at least 1, not {size}")
-    if (ranks := current()) is not None and not ranks.leads:
-        return ranks
-    if all(name in os.environ for name in STARTED_BY_TORCHRUN):
-        return joined(size, device)
+    if size is None and not any(given.get(name) is not None for name in PARALLEL):
+        return 1
+    if by_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if size not in (None, world):
+            raise UsageError(f"tensor_parallel={size} in a script of {world} processes: give it to torchrun alone")
+        return world
     if size is None:
         raise UsageError("tp_plan needs several processes: start the script with torchrun, or give tensor_parallel=N")
-    return None if size == 1 else started(size, device)
+    return size
 
 
-def joined(size: int | None, device: torch.device) -> Ranks | None:
-    """The ranks of a script that torchrun has started."""
-    world = int(os.environ["WORLD_SIZE"])
-    if size not in (None, world):
-        raise UsageError(f"tensor_parallel={size} in a script of {world} processes: give it to torchrun alone")
-    if world == 1:
-        return None
+def by_torchrun() -> bool:
+    return all(name in os.environ for name in STARTED_BY_TORCHRUN)
+
+
+def ranks_for(size: int, device: torch.device) -> Ranks:
+    """The ranks of a script that torchrun has started, or those that this process starts."""
+    if not by_torchrun():
+        return started(size, device)
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        meet(device, int(os.environ.get("LOCAL_WORLD_SIZE", world)), place_of(local, device))
+        meet(device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), place_of(local, device))
     return scripted()
 
 
@@ -239,7 +248,6 @@ def started(size: int, device: torch.device) -> Ranks:
         raise
     join(ranks)
     _watch = Watch(ranks, followers, folder)
-    threading.Thread(target=_watch.run, name="ranks", daemon=True).start()
     atexit.register(_watch.close)
     return ranks
 

@@ -1,0 +1,223 @@
+"""What the tests of tensor parallelism run in processes of their own: ranks are for the whole life of a process.
+
+`python rank_tools.py NAME FOLDER` runs one of the functions below and prints what it found as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import VOCAB, perturbed, target_of
+
+import draftgraph
+from draftgraph import GraphConfig, GraphDecoder
+from draftgraph.batching.batch import continue_all
+from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.protocol import Segment
+from draftgraph.engine.ranks import current, on_every_rank
+from draftgraph.engine.selfcheck import adapt, engine_for, plain_logits
+from draftgraph.engine.sharding import local_part
+from draftgraph.errors import RankError
+from draftgraph.generation import prepare
+from draftgraph.models import load_model
+from draftgraph.models.adapter import read_adapter
+from draftgraph.models.ranks import guard
+from draftgraph.sequence import Sequence
+
+TESTS = Path(__file__).resolve().parent
+RANKS = 2
+FAMILIES = ("llama", "qwen3", "gemma2", "mixtral")
+MODES = ("off", "chain", "tree", "graph", "auto")
+STYLES: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.9, "top_p": 0.95}}
+NEW_TOKENS = 12
+SEED = 7
+TEXT = "the cat sat on the mat"
+
+
+def start(what: str, folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """A function of this file in a process of its own, of which others read the output."""
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("DRAFTGRAPH_")}
+    return subprocess.Popen(
+        [sys.executable, *command, str(TESTS / "rank_tools.py"), what, str(folder)],
+        env=settings | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 300) -> list[Any]:
+    """What it printed."""
+    out, errors = process.communicate(timeout=seconds)
+    assert process.returncode == 0, errors[-4000:]
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def save_families(folder: Path) -> None:
+
+    for family in FAMILIES:
+        target_of(family).save_pretrained(folder / family)
+
+
+def promise(folder: Path) -> None:
+    """Tokens of every family, mode, style and batch on two ranks; of `off` also on one, in float64. Then what two ranks
+    make of adapters, and of memory that is short."""
+    for family in FAMILIES:
+        whole, _ = load_model(folder / family, dtype="float32", device="cpu")
+        split = draftgraph.load(folder / family, dtype="float32", device="cpu", tensor_parallel=RANKS).target
+        decoder = GraphDecoder(split, perturbed(whole, 0.2))
+        with torch.no_grad():
+            ids = torch.arange(1, 20)[None]
+            said = plain_logits(split, ids)
+            off_by = float((said - whole(input_ids=ids).logits[0]).abs().max() / said.std())
+        engine = decoder.engines.target
+        found: dict[str, Any] = {
+            "family": family,
+            "engine": [type(engine).__name__, type(engine.inner).__name__, engine.ranks],  # type: ignore[attr-defined]
+            "shares": [share_of(split, "q_proj"), share_of(split, "lm_head")],
+            "off_by": off_by,
+            "alone": {f"{mode} {style}": alone(decoder, mode, style) for mode, style in product(MODES, STYLES)},
+            "together": {style: together(decoder, MODES, style) for style in STYLES},
+        }
+        for kind in ("static", "eager") if family == "llama" else ():
+            os.environ["DRAFTGRAPH_ENGINE"] = kind
+            found[kind] = together(GraphDecoder(split, perturbed(whole, 0.2)), MODES, "sampled")
+            del os.environ["DRAFTGRAPH_ENGINE"]
+        # torch has no float64 products of several experts at once
+        options = {"dtype": "float64", "device": "cpu", "experts_implementation": "eager"}
+        double = draftgraph.load(folder / family, tensor_parallel=RANKS, **options).target
+        one, _ = load_model(folder / family, **options)
+        for name, model in (("two", double), ("one", one)):
+            plain = GraphDecoder(model)
+            found[name] = [alone(plain, "off", style) for style in STYLES]
+        print(json.dumps(found), flush=True)
+    adapters(folder)
+    exhaust(split)
+
+
+def asked(style: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    ids = torch.randint(0, VOCAB, (1, 21), generator=torch.Generator().manual_seed(5))
+    return ids, STYLES[style] | {"max_new_tokens": NEW_TOKENS}
+
+
+def alone(decoder: GraphDecoder, mode: Any, style: str) -> list[int]:
+    ids, given = asked(style)
+    config = GraphConfig(mode=mode, cost="flat")
+    return decoder.generate(ids, config=config, seed=SEED, **given).new_token_ids[0]
+
+
+def together(decoder: GraphDecoder, modes: Any, style: str) -> dict[str, list[int]]:
+    """The same text in several modes, which share every pass."""
+    ids, given = asked(style)
+    configs = [GraphConfig(mode=mode, cost="flat") for mode in modes]
+    sequences = [Sequence(prepare(decoder.target_model, ids, None, **given), SEED, config) for config in configs]
+    continue_all(decoder, sequences)
+    return {sequence.config.mode: sequence.new_tokens for sequence in sequences}
+
+
+def share_of(model: Any, name: str) -> float:
+    """Of a layer's weight, how much this process holds."""
+    weight = next(weight for key, weight in model.named_parameters() if f"{name}.weight" in key)
+    return local_part(weight).numel() / weight.numel()
+
+
+def adapters(folder: Path) -> None:
+    """How far apart a rank and two of them are with an adapter for layers of every kind, and how far it takes both."""
+    from peft import LoraConfig, get_peft_model
+
+    layers = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=layers)
+    torch.manual_seed(3)
+    get_peft_model(target_of("llama"), config).save_pretrained(folder / "adapter", save_embedding_layers=False)
+    given = {"mine": read_adapter("mine", folder / "adapter")}
+    found = []
+    for ranks in (1, RANKS):
+        target = draftgraph.load(folder / "llama", dtype="float32", device="cpu", tensor_parallel=ranks).target
+        engine = engine_for(target)
+        adapt(engine, given)
+        contexts = [engine.open(adapter=number) for number in (0, 1)]
+        with Loan(target):
+            segments = [Segment.of_text(context, [3, 1, 4, 1, 5], scored=True) for context in contexts]
+            found.append([result.logits.clone() for result in engine.run(segments)])
+    (plain, adapted), (plain_too, adapted_too) = found
+    pairs = {"plain": (plain, plain_too), "adapted": (adapted, adapted_too), "apart": (plain, adapted)}
+    print(json.dumps({"adapters": {name: far(*pair) for name, pair in pairs.items()}}), flush=True)
+
+
+def far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+@on_every_rank
+def take_memory(model: Any) -> None:
+    """Of which the follower alone has too little."""
+    ranks = current()
+    if ranks is not None and not ranks.leads:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def exhaust(model: Any) -> None:
+    begun = time.monotonic()
+    try:
+        take_memory(model)
+        plain_logits(model, torch.ones((1, 1), dtype=torch.long))
+    except RankError as error:
+        print(json.dumps({"short": [str(error), time.monotonic() - begun]}), flush=True)
+
+
+def script(folder: Path) -> None:
+    """What a user writes for torchrun: every rank runs it."""
+    pair = draftgraph.load(folder / "tiny", draft=folder / "tiny", tp_plan="auto", device="cpu", dtype="float32")
+    given = {"raw": True, "max_new_tokens": 10, "config": draftgraph.GraphConfig(cost="flat")}
+    out = pair.generate(TEXT, **given)
+    sampled = [one.token_ids for one in pair.generate([TEXT, "on"], temperature=1.0, **given)]
+    begun = next(pair.stream(TEXT, **given))  # left before its end
+    pieces = list(pair.stream(TEXT, **given))
+    refused = ""
+    try:
+        pair.generate("", **given)
+    except draftgraph.UsageError as error:
+        refused = str(error)
+    found = [out.text, out.token_ids, out.stats.accepted_by_depth, sampled, begun, pieces, refused]
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def guarded(folder: Path) -> None:
+    """Rank 0 of a server, which is stopped from outside: see `test_a_rank_0_that_hangs_is_ended`."""
+    draftgraph.load(folder / "tiny", dtype="float32", device="cpu", tensor_parallel=RANKS, draft="none")
+    guard()
+    print(json.dumps(children(os.getpid())), flush=True)
+    time.sleep(120)
+
+
+def children(process: int) -> list[int]:
+    lines = [(int(stat.parent.name), fields(stat)) for stat in Path("/proc").glob("[0-9]*/stat")]
+    return [number for number, found in lines if found and int(found[1]) == process and found[0] != "Z"]
+
+
+def is_running(process: int) -> bool:
+    found = fields(Path(f"/proc/{process}/stat"))
+    return bool(found) and found[0] != "Z"
+
+
+def fields(stat: Path) -> list[str]:
+    """State, parent and so on."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    import rank_tools
+
+    getattr(rank_tools, sys.argv[1])(Path(sys.argv[2]))
