@@ -23,6 +23,7 @@ from draftgraph.errors import DraftGraphError, UsageError
 from draftgraph.generation import Request, apart, context_window, prepare, row_arguments, setting, unpadded_rows
 from draftgraph.proposers.draft_model import DraftVocabulary
 from draftgraph.proposers.pooling import Calibration
+from draftgraph.proposers.translation import Translation
 from draftgraph.sequence import Engines, Learnt, Sequence, forget_all
 from draftgraph.stats import Observer, Stats, Step
 from draftgraph.step import step
@@ -79,6 +80,7 @@ class GraphDecoder:
         draft_model: A smaller model with the same tokenizer; None: the text alone proposes.
         config: What to draft; mode `auto` if left out.
         observer: Is called with every step.
+        tokenizers: Those of target and draft, if they are not the same: drafts go through text then.
 
     Examples:
         >>> decoder = GraphDecoder(pair.target, pair.draft, config=GraphConfig(mode="graph"))
@@ -94,8 +96,10 @@ class GraphDecoder:
         draft_model: Any = None,
         config: GraphConfig | None = None,
         observer: Observer | None = None,
+        tokenizers: tuple[Any, Any] | None = None,
     ) -> None:
         self.target_model, self.draft_model = target_model, draft_model
+        self.translation = None if tokenizers is None else Translation(*tokenizers, self.vocabulary_size)
         self.config = GraphConfig() if config is None else config
         self.models = [target_model, *([] if draft_model is None else [draft_model])]
         self.engines = self.make_engines()
@@ -128,16 +132,15 @@ class GraphDecoder:
         draft, vocabulary = None, None
         if self.draft_model is not None:
             draft = engine_for(self.draft_model, slots)
-            vocabulary = DraftVocabulary(self.draft_model, self.vocabulary_size)
+            size = self.vocabulary_size if self.translation is None else tokens_written(self.draft_model)
+            vocabulary = DraftVocabulary(self.draft_model, size)
         target = engine_for(self.target_model, slots, self.config.exact)
-        return Engines(target, draft, vocabulary, inexactness(self.target_model, self.config.exact))
+        inexact = inexactness(self.target_model, self.config.exact)
+        return Engines(target, draft, vocabulary, inexact, self.translation)
 
     @property
     def vocabulary_size(self) -> int:
-        head = self.target_model.get_output_embeddings()
-        weight = getattr(head, "weight", None)
-        size = self.target_model.config.get_text_config(decoder=True).vocab_size
-        return int(weight.shape[0]) if weight is not None and weight.dim() == 2 else int(size)
+        return tokens_written(self.target_model)
 
     def generate(
         self,
@@ -214,7 +217,8 @@ class GraphDecoder:
 
     def cost_key(self, engines: Engines) -> Key:
         pairs = list(zip(self.models, engines.all, strict=True))
-        return key_of(pairs[0], pairs[1] if len(pairs) > 1 else None)
+        key = key_of(pairs[0], pairs[1] if len(pairs) > 1 else None)
+        return key if self.translation is None else key | {"through_text": True}
 
     def measure(self, config: GraphConfig, engines: Engines, seconds: float = SECONDS) -> Latencies:
         """Times passes of both models in their engines."""
@@ -307,6 +311,13 @@ def stream(decoding: Decoding, streamer: Any = None) -> None:
             streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
+
+
+def tokens_written(model: Any) -> int:
+    """How many tokens a model tells apart."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    size = model.config.get_text_config(decoder=True).vocab_size
+    return int(weight.shape[0]) if weight is not None and weight.dim() == 2 else int(size)
 
 
 def weights_read(model: Any) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftgraph.config import GraphConfig
-from draftgraph.decoder import GraphDecoder, fresh_seed
+from draftgraph.decoder import fresh_seed
 from draftgraph.errors import UsageError
 from draftgraph.extras import install_command
 from draftgraph.pair import load
@@ -68,7 +68,8 @@ class DraftGraphLM(HFLM):  # type: ignore[misc]
         if pair.tokenizer is None:
             raise UsageError("an evaluation needs a tokenizer, and this target has none: save one into its folder")
         super().__init__(pair.target, tokenizer=pair.tokenizer, **picked(arguments, OF_HARNESS))
-        self.decoder = GraphDecoder(pair.target, pair.draft, config=config)
+        pair.config = config
+        self.decoder = pair.decoder
         self.stats = Stats()
 
     @classmethod

@@ -18,9 +18,11 @@ from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.following import shared, shared_pieces
 from draftgraph.errors import UsageError
 from draftgraph.generation import Request, context_window, prepare, row_arguments
-from draftgraph.models import check_same_tokens, load_model
+from draftgraph.models import load_model, other_tokens
 from draftgraph.models.draft import is_draft_folder, load_draft
 from draftgraph.models.fetch import DEFAULT_DRAFT
+from draftgraph.notices import notice
+from draftgraph.proposers.translation import refuse_slow
 from draftgraph.sequence import Sequence
 from draftgraph.stats import Stats
 from draftgraph.text import Messages, TextStream, decode, encode
@@ -61,18 +63,21 @@ class Pair:
     Attributes:
         target: The model whose tokens are the answer.
         draft: The model that proposes, or None.
-        tokenizer: Of both.
+        tokenizer: Of both, or of the target.
         config: What to draft, where a call does not say.
+        draft_tokenizer: Of a draft with another tokenizer, whose drafts go through text.
     """
 
     target: Any
     draft: Any
     tokenizer: Any
     config: GraphConfig = field(default_factory=GraphConfig)
+    draft_tokenizer: Any = None
 
     @cached_property
     def decoder(self) -> GraphDecoder:
-        return GraphDecoder(self.target, self.draft, config=self.config)
+        tokenizers = None if self.draft_tokenizer is None else (self.tokenizer, self.draft_tokenizer)
+        return GraphDecoder(self.target, self.draft, config=self.config, tokenizers=tokenizers)
 
     @overload
     def generate(self, prompt: str | Messages, **arguments: Any) -> Output: ...
@@ -246,10 +251,10 @@ def load(
 
     Args:
         target: Left out: the default model, SmolLM2-135M-Instruct.
-        draft: A model with the target's tokenizer, a folder that `draftgraph.distill` wrote, or that of a trained head
-            (EAGLE-3, DFlash, JetSpec, MTP). `"mtp"`: the layer for multi-token prediction in the target's own
-            checkpoint. The default model comes with a draft; `"none"` leaves it out, and `"self"` lets the target
-            draft for itself: slow, but good for looking at graphs.
+        draft: A smaller model, best with the target's tokenizer: else its drafts go through text. Or a folder that
+            `draftgraph.distill` wrote, or that of a trained head (EAGLE-3, DFlash, JetSpec, MTP). `"mtp"`: the layer
+            for multi-token prediction in the target's own checkpoint. The default model comes with a draft; `"none"`
+            leaves it out, and `"self"` lets the target draft for itself: slow, but good for looking at graphs.
         device: Left out: a GPU if there is one.
         dtype: Left out: on a CPU as the file has the weights, on CUDA bfloat16.
         revision: Of the target on the hub.
@@ -284,18 +289,25 @@ def load(
     if draft is target_model or (isinstance(draft, str) and draft in ("self", target)):
         return Pair(target_model, target_model, tokenizer)
 
-    def drafting() -> Any:
+    def drafting() -> tuple[Any, Any]:
+        """A draft, and its tokenizer if that is another one."""
         if is_draft_folder(draft):
-            return load_draft(Path(draft), target_model)
+            return load_draft(Path(draft), target_model), None
         if (head := trained_head(draft, target_model, revision, **model_kwargs)) is not None:
-            return head
-        draft_model, draft_tokenizer = load_model(draft, role="draft", **options)
-        if tokenizer is not None and draft_tokenizer is not None:
-            check_same_tokens(tokenizer, draft_tokenizer)
-        return draft_model
+            return head, None
+        draft_model, own = load_model(draft, role="draft", **options)
+        if tokenizer is None or own is None or (reason := other_tokens(tokenizer, own)) is None:
+            return draft_model, None
+        refuse_slow(tokenizer, own)
+        notice(
+            f"the draft {own.name_or_path or type(own).__name__} does not share the target's tokenizer ({reason}): its "
+            "drafts go through text, which costs some of their tokens and about a millisecond of every step"
+        )
+        return draft_model, own
 
     # Of ranks the first alone drafts: what another drafted would be the same, and nobody would look at it.
-    return Pair(target_model, shared(target_model, drafting, lambda _: None, lambda _: None), tokenizer)
+    found = shared(target_model, drafting, lambda _: None, lambda _: (None, None))
+    return Pair(target_model, found[0], tokenizer, draft_tokenizer=found[1])
 
 
 def trained_head(draft: Any, target: Any, revision: str | None, **options: Any) -> Any:

@@ -34,6 +34,8 @@ from draftgraph.proposers.heads import head_proposer, reads_of
 from draftgraph.proposers.policies import Guide, Hypotheses, Limits, Policy, Sources, policy_for, root_alone
 from draftgraph.proposers.pooling import Calibration
 from draftgraph.proposers.recycling import RecycleProposer
+from draftgraph.proposers.text_draft import TextProposer
+from draftgraph.proposers.translation import Translation
 from draftgraph.stats import Observer, Stats, Step
 
 MOST_DRAFTS = 8  # kinds of drafts on a device that are kept; those not asked for the longest time go
@@ -48,8 +50,10 @@ class Engines:
         draft: Engine | None = None,
         vocabulary: DraftVocabulary | None = None,
         inexact: str | None = None,  # why tokens of modes and batches may part: see `selfcheck.inexactness`
+        translation: Translation | None = None,  # between target and draft, if their tokenizers differ
     ) -> None:
         self.target, self.draft, self.vocabulary, self.inexact = target, draft, vocabulary, inexact
+        self.translation = translation
         self._device_drafts: dict[tuple[int, int, int], DeviceDrafts] = {}  # by what they were made for
         self.reads = () if draft is None else reads_of(draft.model)
         if self.reads:
@@ -75,7 +79,8 @@ class Engines:
     def device_drafts(self, config: GraphConfig) -> DeviceDrafts | None:
         """Who drafts for sequences of this configuration on the device; None: the draft is asked level by level."""
         on_device = config.mode in ("auto", "chain") and config.verification == "keyed"
-        if self.draft is None or self.vocabulary is None or not on_device:
+        reads_tokens = self.translation is None  # of the target
+        if self.draft is None or self.vocabulary is None or not reads_tokens or not on_device:
             return None
         kind: Any = DeviceDrafts if self.draft.captured or self.draft.compiled else None
         if self.reads:
@@ -93,6 +98,8 @@ class Engines:
         """The draft model as a source of edges for one sequence."""
         if context is None or self.vocabulary is None:
             return None
+        if self.translation is not None:
+            return TextProposer(context, self.vocabulary, config, self.translation, ends)
         if (drafts := self.device_drafts(config)) is not None:
             return drafts.open(context, ends)
         proposer = head_proposer if self.reads else ModelProposer
@@ -238,10 +245,10 @@ class Sequence:
         """All models read the text but for its last token, which is the first root; alone, without others."""
         chunk = self.request.config.prefill_chunk_size
         for context, text in zip(self.contexts, self._texts_read(), strict=True):
-            context.begin(len(self.text), reuse)
+            context.begin(len(text), reuse)
             context.expected = self.max_length + self.config.nodes
             context.reserve(self.max_length + self.config.nodes)
-            context.rewind(common_prefix(context.text, text))
+            context.rewind(common_prefix(context.text, text[:-1]))
         if self.engines.reads and self.draft is not None:
             true = max(0, len(self.context.text) - self.draft.shift)
             self.draft.context.rewind(min(len(self.draft.context.text), true))
@@ -259,10 +266,10 @@ class Sequence:
         reused = 0
         for context, text in zip(self.contexts, self._texts_read(), strict=True):
             context.expected = self.max_length + self.config.nodes
-            context.begin(len(self.text), False)
+            context.begin(len(text), False)
             waits_for_states = context is not self.context and bool(self.engines.reads)
             if not self._scores_prompt and (context.reuses or not waits_for_states):
-                known = context.begin_with(text, self.text[-1])
+                known = context.begin_with(text[:-1], (text or self.text)[-1])
                 reused = known if context is self.context else reused
         self._read_states_again()
         if not self.put_back:  # else it finds what it has read itself
@@ -274,9 +281,8 @@ class Sequence:
             self.context.rewind(len(self.draft.context.text))
 
     def _texts_read(self) -> list[list[int]]:
-        """What each model reads before the first step."""
-        known = self.text[:-1]
-        return [known, *([] if self.draft is None else [self.draft.as_read(known[self.draft.shift :])])]
+        """What each model reads of the text, its first root included."""
+        return [self.text, *([] if self.draft is None else [self.draft.text_read(self.text)])]
 
     @property
     def unread(self) -> int:
@@ -406,8 +412,9 @@ class Sequence:
     def _depth_limit(self) -> int:
         """No deeper than the text may still grow, nor across a change of the rotary embedding."""
         deepest = self.max_length - self.prefix.length - 1
-        for context in self.contexts:
-            limit = context.depth_limit(len(self.text) - 1)
+        limits = [self.context.depth_limit(len(self.text) - 1)]
+        limits += [] if self.draft is None else [self.draft.depth_limit(self.text)]
+        for limit in limits:
             deepest = deepest if limit is None else min(deepest, limit)
         return max(0, deepest)
 

@@ -176,6 +176,8 @@ class Exports:
     @cached_property
     def draft(self) -> Path:
         draft, folder = self._draft(), self.folder / "draft"
+        if self._pair.draft_tokenizer is not None:
+            raise MethodFailed("the draft has another tokenizer")
         if not self._borrows:
             return self._saved(draft, folder)
         save_plain(draft, self._lender, self._pair.tokenizer, folder)
@@ -262,6 +264,8 @@ class Assisted(Generate):
         for name, value in self._settings.items():
             setattr(self._config, name, value)
         self.given["assistant_model"] = self._assistant
+        if self.pair.draft_tokenizer is not None:
+            self.given |= {"tokenizer": self.pair.tokenizer, "assistant_tokenizer": self.pair.draft_tokenizer}
         return super().prepare(prompt)
 
     def answer(self, prompt: str) -> Answer:

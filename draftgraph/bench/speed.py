@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -119,7 +119,7 @@ def inflated_pair(pair: Pair, shape: str | None) -> Pair:
     if shape is None:
         return pair
     refuse_split(pair.target, "inflating")
-    return Pair(inflated(pair.target, shape), pair.draft, pair.tokenizer)
+    return replace(pair, target=inflated(pair.target, shape))
 
 
 def measure_all(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -220,14 +220,11 @@ def paper(
     with busy("starting"):
         from draftgraph.bench.paper.findings import PaperReport
         from draftgraph.bench.paper.study import bench_paper
-        from draftgraph.pair import load
     done = bench_paper(
         pair,
         tasks,
         Path(out),
-        drafts={
-            name: load(pair.target, model, **settings.given("device", "dtype")).draft for name, model in others.items()
-        },
+        drafts={name: draft_alike(pair.target, model, settings) for name, model in others.items()},
         size=SIZES[size],
         inflate=inflate,
         seed=settings.seed or 0,
@@ -369,6 +366,16 @@ def by_name(models: Sequence[str]) -> dict[str, str]:
         named[name] = model
     refuse_draft_names(named)
     return named
+
+
+def draft_alike(target: Any, model: str, settings: Settings) -> Any:
+    """Another draft with the target's tokenizer."""
+    from draftgraph.pair import load
+
+    pair = load(target, model, **settings.given("device", "dtype"))
+    if pair.draft_tokenizer is not None:
+        raise UsageError(f"the draft {model} does not share the target's tokenizer: only drafts that do are compared")
+    return pair.draft
 
 
 def show_tables(tables: Iterable[Titled], explanation: str, no_wrap: bool = True) -> None:

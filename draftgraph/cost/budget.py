@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -110,6 +111,17 @@ class HitRate:
                 self._hits += token == max(children, key=lambda child: graph.probs[children[child]])
 
 
+class Budget(Protocol):
+    """How much is drafted in one step."""
+
+    @property
+    def spent(self) -> float:
+        """What that costs."""
+
+    def worth_drafting(self, tree: TokenTree, scores: Floats) -> int:
+        """On how many open nodes, best first."""
+
+
 class DraftBudget:
     """Decides level by level, in one step, how many nodes are worth a pass of the draft.
 
@@ -152,20 +164,38 @@ class DraftBudget:
         return chosen
 
 
-def levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int, block: int = 0) -> int:
+@dataclass(frozen=True)
+class PlannedBudget:
+    """Decided on before the first level: so many, as wide as this."""
+
+    levels: int
+    width: int
+    floor: float
+    spent: float
+
+    def worth_drafting(self, tree: TokenTree, scores: Floats) -> int:
+        return min(self.width, len(scores))
+
+
+def levels_ahead(
+    cost: CostModel, most: int, width: int, hit: float, nodes: int, block: int = 0, pace: float = 1.0, host: float = 0.0
+) -> int:
     """How many levels of this width, all drafted before the first is seen, give the most expected tokens for their
-    cost: none if plain decoding gives more. `block`: see `DraftBudget`; then all of them, or none."""
+    cost: none if plain decoding gives more. `block`: see `DraftBudget`; then all of them, or none. `pace`: passes of
+    the draft for a level; `host`: what drafting costs besides."""
     if most <= 0:
         return 0
-    given = most, width, round(20 * hit) / 20, nodes, block
+    given = most, width, round(20 * hit) / 20, nodes, block, pace, host
     return int(kept(cost, ("levels", *given), lambda: _levels_ahead(cost, *given)))
 
 
-def _levels_ahead(cost: CostModel, most: int, width: int, hit: float, nodes: int, block: int) -> int:
+def _levels_ahead(
+    cost: CostModel, most: int, width: int, hit: float, nodes: int, block: int, pace: float, host: float
+) -> int:
     fitting = [place for place, size in enumerate(SIZES) if size < nodes]
     checked = cost.of_pass(np.array([1 + SIZES[place] for place in fitting]))
     levels = np.array([most]) if block else np.arange(1, most + 1)
-    drafting = (np.ones(1) if block else levels) * cost.of_level(np.array([block or width]))
+    drafting = host + (np.ones(1) if block else pace * levels) * cost.of_level(np.array([block or width]))
     tokens = 1.0 + gains_below(hit, most)[levels - 1][:, fitting]
     rates = tokens / (drafting[:, None] + checked)  # [levels, sizes]
     plain = 1.0 / float(cost.of_pass(np.array([1]))[0])

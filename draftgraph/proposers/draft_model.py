@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.config import CostModel
+from draftgraph.cost.budget import Budget, DraftBudget
 from draftgraph.engine.protocol import PassResult, Sampling, Segment, Wanted, possible
 from draftgraph.graph import NO_TOKEN, ROOT, Bools, Floats, Ints, Source, TokenGraph, TokenTree
 
@@ -100,6 +102,15 @@ class DraftReader:
     def as_read(self, text: list[int]) -> list[int]:
         raise NotImplementedError
 
+    def text_read(self, text: list[int]) -> list[int]:
+        """All that it reads of a text, the root included."""
+        return self.as_read(text[self.shift :])
+
+    def depth_limit(self, text: list[int]) -> int | None:
+        """How far behind a text one of its passes may reach: see `Context`."""
+        limit: int | None = self.context.depth_limit(len(text) - 1)
+        return limit
+
     def unread(self, text: list[int]) -> int:
         """Tokens before the last one that it has not read."""
         return len(text) - 1 - self.shift - len(self.context.text)
@@ -142,6 +153,11 @@ class ModelProposer(DraftReader):
         self._wanted = self._vocabulary.wanted(self.k, self.perturb, self.context.engine.device)
         self._ancestors.clear()
         self.logits.clear()
+
+    def budget(self, graph: TokenGraph, cost: CostModel, hit: float) -> Budget:
+        """How far it goes in one step of mode `auto`; `hit`: how often its best child has been right."""
+        levels = min(graph.max_depth, self.block - 1) if self.block else graph.max_depth
+        return DraftBudget(cost, levels, hit, graph.max_nodes, self.block)
 
     def propose(self, graph: TokenGraph, frontier: list[int]) -> Passes:
         """The root, if it is among the frontier, is the first."""

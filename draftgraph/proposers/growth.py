@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from draftgraph.cost.budget import DraftBudget
+from draftgraph.cost.budget import Budget
 from draftgraph.engine.protocol import PassResult, Segment
 from draftgraph.graph import Source, TokenGraph, TokenTree
 from draftgraph.proposers.pooling import Pool, Proposal
@@ -37,7 +37,7 @@ def growing(
     graph: TokenGraph,
     proposers: Sequence[Proposer],
     floor: float = 0.0,
-    budget: DraftBudget | None = None,
+    budget: Budget | None = None,
     pool: Pool | None = None,
 ) -> Growing[TokenTree]:
     """Grows the graph until nothing is left to expand, or worth it, and returns its unrolled view."""

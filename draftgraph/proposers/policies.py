@@ -10,7 +10,7 @@ import numpy as np
 
 from draftgraph.compiled import compiled
 from draftgraph.config import CostModel, GraphConfig
-from draftgraph.cost.budget import DraftBudget, HitRate, levels_ahead, nodes_worth_checking, price_of_levels
+from draftgraph.cost.budget import HitRate, levels_ahead, nodes_worth_checking, price_of_levels
 from draftgraph.graph import Floats, Ints, TokenGraph, TokenTree
 from draftgraph.graph.nodes import DRAFT, EXPANDED, LEAF, NONE, OPEN, Nodes, append, nodes_for
 from draftgraph.graph.token_graph import array_of
@@ -25,7 +25,7 @@ from draftgraph.proposers.recycling import RecycleProposer
 class Sources:
     """Who proposes for a sequence."""
 
-    draft: Any  # a ModelProposer, a DeviceDraft, or None
+    draft: Any  # a ModelProposer, a TextProposer, a DeviceDraft, or None
     copied: SuffixProposer | None
     recycled: RecycleProposer | None
 
@@ -136,11 +136,8 @@ class LevelPolicy:
         if self.limits.config.mode != "auto":
             return Hypotheses(graph, self.limits.shaped(graph, (yield from growing(graph, self.proposers)), text))
         self.pool.begin()
-        rate, budget = self.limits.hits.rate, None
-        if self.sources.draft is not None:
-            block = self.sources.draft.block
-            levels = min(graph.max_depth, block - 1) if block else graph.max_depth
-            budget = DraftBudget(cost, levels, rate, graph.max_nodes, block)
+        draft = self.sources.draft
+        budget = None if draft is None else draft.budget(graph, cost, self.limits.hits.rate)
         tree = yield from growing(graph, self.proposers, cost.floor(), budget, self.pool)
         tree = self.limits.shaped(graph, tree, text)
         worth = nodes_worth_checking(tree, cost, budget.spent if budget else 0.0)

@@ -46,6 +46,8 @@ def bench_paper(
     """
     if pair.draft is None:
         raise UsageError("the paper's study needs a draft model: load the pair with one")
+    if pair.draft_tokenizer is not None:
+        raise UsageError("the paper's study needs a draft with the target's tokenizer: this one has another")
     if not any(name in tasks for name in items.MAIN):
         raise UsageError(f"none of the paper's tasks is there: name files after {', '.join(items.MAIN)}")
     items.refuse_draft_names(drafts or ())
