@@ -77,7 +77,7 @@ class GraphDecoder:
 
     Args:
         target_model: A decoder-only model; it is left as it was after every call.
-        draft_model: A smaller model with the same tokenizer; None: the text alone proposes.
+        draft_model: A smaller model, best with the same tokenizer; None: the text alone proposes.
         config: What to draft; mode `auto` if left out.
         observer: Is called with every step.
         tokenizers: Those of target and draft, if they are not the same: drafts go through text then.

@@ -62,7 +62,7 @@ class TextProposer(DraftReader):
         self._window = context_window(context.engine.model)
         self._ids: list[int] = []  # the text in the draft's tokens
         self._read = 0  # tokens of the target that these stand for
-        self._drafted: tuple[TokenGraph, TokenTree, list[int]] | None = None  # behind these tokens; not committed yet
+        self._drafted: tuple[TokenGraph, TokenTree] | None = None  # behind them, and not committed yet
         self.begin([])
 
     @property
@@ -83,12 +83,11 @@ class TextProposer(DraftReader):
     def tokens_of(self, text: list[int]) -> list[int]:
         """The text in the draft's tokens. What came true of the last draft is kept in the context, the rest is not."""
         if len(text) != self._read:
-            self._ids, self._read = self._vocabulary.as_read(self._reading.of(text)), len(text)
+            before, self._ids = len(self._ids), self._vocabulary.as_read(self._reading.of(text))
             if self._drafted is not None and self.context.scratch:
-                graph, tree, before = self._drafted
-                follows = self._ids[: len(before)] == before
-                self._model.commit(tree, path_of(tree, self._ids[len(before) :] if follows else []), graph)
-            self._drafted = None
+                graph, tree = self._drafted
+                self._model.commit(tree, path_of(tree, self._ids[before:]), graph)
+            self._read, self._drafted = len(text), None
         if self.context.text != self._ids[:-1][: len(self.context.text)]:
             self.context.rewind(common_prefix(self.context.text, self._ids[:-1]))
         return self._ids
@@ -164,7 +163,7 @@ class TextProposer(DraftReader):
         self._model.begin(ids)
         took = time.perf_counter() - start
         tree = yield from growing(drafted, [self._model], 0.0 if plan is None else plan.floor, plan)
-        start, self._drafted = time.perf_counter(), (drafted, tree, ids)
+        start, self._drafted = time.perf_counter(), (drafted, tree)
         self._children = self._translated(tree)
         took += time.perf_counter() - start
         self.seconds = mean(self.seconds, min(took, STALL * self.seconds))

@@ -52,9 +52,10 @@ class Translation:
         self.draft_ends = frozenset({draft_tokenizer.eos_token_id} - {None})
 
     def read(self, tokens: list[int]) -> list[int]:
-        """Tokens of the target as those of the draft, whole characters alone."""
+        """Tokens of the target as those of the draft, up to the last word: the draft may have the spaces before a word
+        and the word in one token, and so drafts them again."""
         known = [token for token in tokens if token not in self._unshared[0]]
-        return list(self._draft.encode(decoded(self._target, known), add_special_tokens=False).ids)
+        return list(self._draft.encode(decoded(self._target, known).rstrip(" "), add_special_tokens=False).ids)
 
     def text_of(self, tokens: list[int]) -> str:
         """Of the draft's tokens, whole characters alone."""
@@ -66,15 +67,15 @@ class Translation:
         return encoded.ids, [end for _, end in encoded.offsets]
 
     def stem(self, tokens: list[int]) -> tuple[str, list[int]]:
-        """How a text of the target ends: as a string, and the tokens that this is encoded to, with those behind it that
-        do not make a character yet."""
+        """How a text of the target ends: as a string, up to where the draft has read it, and as the tokens that this is
+        encoded to with what is behind it: spaces, and tokens that do not make a character yet."""
         last = tokens[-STEM:]
         for whole in range(len(last), max(0, len(last) - PARTS), -1):
             string = self._target.decode(last[:whole], skip_special_tokens=False)
             if not string.endswith(HALF_A_CHARACTER):
-                return string, [*self.written(string)[0], *last[whole:]]
+                return string.rstrip(" "), [*self.written(string)[0], *last[whole:]]
         string = self._target.decode(last, skip_special_tokens=False)
-        return string, self.written(string)[0]
+        return string.rstrip(" "), self.written(string)[0]
 
 
 def decoded(tokenizer: Any, tokens: list[int]) -> str:
