@@ -19,6 +19,7 @@ from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.paged import slot_bytes
 from draftgraph.engine.pages import PAGE, OutOfPages
+from draftgraph.engine.ranks import rank_count
 from draftgraph.generation import context_window
 from draftgraph.hardware import free_memory
 from draftgraph.notices import notice
@@ -218,7 +219,9 @@ def slots_for(decoder: GraphDecoder, sequences: int) -> int:
         usual = USUAL.get(device.type, USUAL["cuda"])
         longest = (context_window(model) or usual) + NODES
         wanted = max(longest, sequences * min(usual, longest))
-        found.append(max(FEWEST, min(wanted, int(SHARE * free / max(1, slot_bytes(model))))))
+        places = torch.cuda.device_count() if device.type == "cuda" else 1
+        share = SHARE / -(-rank_count(model) // places)  # of several ranks that share a memory
+        found.append(max(FEWEST, min(wanted, int(share * free / max(1, slot_bytes(model))))))
     return min(found)
 
 

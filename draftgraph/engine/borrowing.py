@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftgraph import private
 from draftgraph.engine.capture import Captured
-from draftgraph.engine.sharding import linear_parts, local_part
+from draftgraph.engine.sharding import embedding_parts, linear_parts, local_part
 from draftgraph.kernels import exact_linear, fused, linear
 from draftgraph.kernels.fused import ACTIVATIONS, NORM_STYLES, NormStyle
 from draftgraph.kernels.triton_or_stub import compiles_for
@@ -213,6 +213,7 @@ class NarrowLinears:
         self._lock = pass_lock(model)
         with self._lock:
             parts = [one for one in linear_parts(unwrapped(model)) if one.part.weight.device.type in kinds]
+            embeddings = [one for one in embedding_parts(unwrapped(model)) if one.module.weight.device.type in kinds]
             found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_borrowable(module)]
             found += [one.part for one in parts if is_borrowable(one.part)]
         groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
@@ -224,6 +225,7 @@ class NarrowLinears:
         self._split: Forwards = [
             (vars(one.module), partial(one.compute, products.pop(one.part, one.plain))) for one in parts
         ]
+        self._split += [(vars(one.module), one.compute) for one in embeddings]
         self._forwards: Forwards = [(vars(module), forward) for module, forward in products.items()]
 
     def begin(self) -> None:

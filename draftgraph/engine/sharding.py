@@ -70,9 +70,30 @@ def summed(part: Tensor, group: Any) -> Tensor:
 
 def gathered(part: Tensor, group: Any) -> list[Tensor]:
     """What each rank has."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part, group=group)
-    return parts
+    ranks, (first, *others) = dist.get_world_size(group), part.shape
+    parts = part.new_empty((ranks * first, *others))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as older releases call it
+    gather(parts, part, group=group)
+    return list(parts.chunk(ranks))
+
+
+class EmbeddingPart:
+    """The rows of an embedding that lie here: of another token this rank knows nothing, and says zero."""
+
+    def __init__(self, module: nn.Embedding, group: Any) -> None:
+        self.module, self._group = module, group
+        weight = local_part(module.weight)
+        self._first = dist.get_rank(group) * -(-len(module.weight) // dist.get_world_size(group))
+        self._rows = len(weight)
+        self._part = copy.copy(module)
+        vars(self._part).pop("forward", None)
+        private.set_parameters(self._part, {"weight": nn.Parameter(weight.detach(), False)})
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        places = tokens - self._first
+        here = (places >= 0) & (places < self._rows)
+        found = self._part(torch.where(here, places, 0))
+        return summed(found.masked_fill(~here[..., None], 0.0), self._group)
 
 
 class LinearPart:
@@ -115,6 +136,15 @@ class LinearPart:
         if self._bias is not None:
             found = found + self._bias
         return found if self._kind != "gathered" else torch.cat(gathered(found, self._group), dim=-1)
+
+
+def embedding_parts(model: Any) -> list[EmbeddingPart]:
+    """Of the embeddings that are split by rows."""
+    if (group := group_of(model)) is None:
+        return []
+    found = [module for module in model.modules() if isinstance(module, nn.Embedding) and is_split(module.weight)]
+    by_rows = [module for module in found if module.weight.placements[0].is_shard(0) and module.max_norm is None]  # type: ignore[attr-defined]
+    return [EmbeddingPart(module, group) for module in by_rows]
 
 
 KINDS = {"colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "gathered", "colwise_rep": "gathered"}

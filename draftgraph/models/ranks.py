@@ -305,6 +305,7 @@ def meet(device: torch.device, size_here: int, place: int, **told: Any) -> None:
         return
     own = torch.device("cuda", place)
     torch.cuda.set_device(own)
+    os.environ.setdefault("LOCAL_RANK", str(place))  # where transformers looks for it
     if torch.cuda.device_count() >= size_here:
         dist.init_process_group("nccl", timeout=MEETING, device_id=own, **told)
     else:
