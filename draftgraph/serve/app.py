@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
 from starlette.responses import HTMLResponse, Response
 
 from draftgraph import __version__
@@ -24,7 +25,7 @@ from draftgraph.serve.errors import JSONAnswer
 from draftgraph.serve.generation import Server
 from draftgraph.serve.guard import BodyLimit, Counted, JSONRoute, KeyRequired, OwnName
 from draftgraph.serve.jobs import JobMaker, chat_jobs, check_model, check_tokens, completion_jobs, window_of
-from draftgraph.serve.metrics import Metrics
+from draftgraph.serve.metrics import Metrics, written
 from draftgraph.serve.responses import ResponseForm, ResponsesRequest, chat_of
 from draftgraph.serve.schemas import (
     ChatRequest,
@@ -56,8 +57,11 @@ EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}  # a chun
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
 
 
-def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> FastAPI:
-    """An app that answers with this engine, which it starts and stops."""
+def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any, behind_door: bool = False) -> FastAPI:
+    """An app that answers with this engine, which it starts and stops.
+
+    `behind_door`: what comes was let in elsewhere, by `guard`, which has put tenant and length into its state.
+    """
     metrics = Metrics(settings.model_name, settings.vllm_metrics)
     engine.on_finished = metrics.count_job
     engine.on_failure = metrics.failures.inc
@@ -79,23 +83,31 @@ def create_app(settings: ServerSettings, engine: Engine, tokenizer: Any) -> Fast
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.include_router(health_routes())
     app.include_router(status_routes(server))
     app.include_router(generation_routes(server))
     app.include_router(tokenizer_routes(server))
     install_docs(app)
     playground.mount(app)
     errors.install(app)
+    app.state.server = server
+    if not behind_door:
+        guard(app, settings, Keys(settings.api_keys))
+    app.add_middleware(Counted, metrics=metrics, tracing=tracing)
+    return app
+
+
+def guard(app: FastAPI, settings: ServerSettings, keys: Keys) -> None:
+    """What a request passes before a route reads it. The keys stay in the app's state, where they can be replaced."""
     app.add_middleware(BodyLimit, settings=settings)
-    app.state.keys = Keys(settings.api_keys)
-    app.add_middleware(KeyRequired, keys=app.state.keys)
-    if is_loopback(settings.host) and not settings.api_keys:
+    app.state.keys = keys
+    app.add_middleware(KeyRequired, keys=keys)
+    if is_loopback(settings.host) and keys.let_all_in:
         app.add_middleware(OwnName, settings=settings)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Counted, metrics=metrics, tracing=tracing)
-    return app
 
 
 def generation_routes(server: Server) -> APIRouter:
@@ -169,6 +181,18 @@ def tokenizer_routes(server: Server) -> APIRouter:
     return router
 
 
+def health_routes() -> APIRouter:
+    router = APIRouter()
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", tags=["status"])
+    async def health() -> dict[str, str]:
+        """Whether the API lives, whatever the engine does."""
+        return {"status": "ok"}
+
+    return router
+
+
 def status_routes(server: Server) -> APIRouter:
     router, settings, engine, started = APIRouter(), server.settings, server.engine, int(time.time())
 
@@ -185,12 +209,6 @@ def status_routes(server: Server) -> APIRouter:
             "exact": None if engine.ready is None else engine.ready.exact,
         }
 
-    @router.head("/health", include_in_schema=False)
-    @router.get("/health", tags=["status"])
-    async def health() -> dict[str, str]:
-        """Whether the API lives, whatever the engine does."""
-        return {"status": "ok"}
-
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", tags=["status"], responses={503: ERRORS[503]})
     async def ready() -> Any:
@@ -203,8 +221,7 @@ def status_routes(server: Server) -> APIRouter:
     @router.get("/metrics", tags=["status"], response_class=Response)
     async def metrics() -> Response:
         """Figures for Prometheus."""
-        server.metrics.show_engine(engine.ready is not None and not engine.is_silent, engine.figures)
-        return Response(server.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return figures_answer(server.figures())
 
     @router.get("/v1/models", tags=["OpenAI"], responses={401: ERRORS[401]})
     async def models() -> ModelList:
@@ -216,6 +233,10 @@ def status_routes(server: Server) -> APIRouter:
         return model(name)
 
     return router
+
+
+def figures_answer(figures: Iterable[Metric]) -> Response:
+    return Response(written(figures), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def install_docs(app: FastAPI) -> None:

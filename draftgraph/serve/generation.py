@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client.core import Metric
 from starlette.requests import Request
 
 from draftgraph.batching.job import Job, Progress
@@ -172,6 +173,12 @@ class Server:
         self.prompts, self.names = Prompts(tokenizer, grammars, settings.max_body), TokenNames(tokenizer)
         self._long_prompts = Prompts(tokenizer, grammars, settings.max_body)
         self.formats = AnswerFormats(settings, tokenizer)
+
+    def figures(self) -> list[Metric]:
+        """As they are now."""
+        engine = self.engine
+        self.metrics.show_engine(engine.ready is not None and not engine.is_silent, engine.figures)
+        return list(self.metrics.registry.collect())
 
     def prompts_of(self, request: Request) -> Prompts:
         """Long texts have a thread of their own, so that short ones do not wait for them."""

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +49,13 @@ class Outcome:
 
 
 class Counted:
-    """Counts, logs and traces every request by its route: what a client wrote into a path or a body stays out of it."""
+    """Counts, logs and traces every request by its route: what a client wrote into a path or a body stays out of it.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
-        self._app, self._metrics, self._tracing = app, metrics, tracing
+    What another server has answered is counted there: then its state has `answered_by`.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None, adds_id: bool = True) -> None:
+        self._app, self._metrics, self._tracing, self._adds_id = app, metrics, tracing, adds_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +67,8 @@ class Counted:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", id.encode())]
+                if self._adds_id:
+                    message["headers"] = [*message.get("headers", []), (b"x-request-id", id.encode())]
             await send(message)
 
         try:
@@ -81,7 +85,8 @@ class Counted:
             outcome = Outcome(scope["method"], route, status, seconds, id)
             if error is not None:
                 outcome = replace(outcome, status=error.status, code=error.code, in_stream=status < 400)
-            self._record(scope, outcome)
+            if "answered_by" not in state:
+                self._record(scope, outcome)
 
     def _record(self, scope: Scope, outcome: Outcome) -> None:
         self._metrics.count_request(outcome.route, outcome.status, outcome.seconds)
@@ -214,7 +219,7 @@ def trace_headers(scope: Scope) -> dict[str, str]:
     return {name: value.decode("latin-1") for name, value in found.items() if value is not None}
 
 
-def header(scope: Scope, name: bytes) -> bytes | None:
+def header(scope: Mapping[str, Any], name: bytes) -> bytes | None:
     return next((value for known, value in scope["headers"] if known == name), None)
 
 

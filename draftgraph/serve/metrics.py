@@ -112,8 +112,30 @@ class Metrics:
         for name, gauge in self.engine.items():
             gauge.set(figures.get(name) or 0)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+
+def written(figures: Iterable[Metric]) -> bytes:
+    """As Prometheus reads them."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collected(figures))
+    return generate_latest(registry)
+
+
+def labelled(by_server: Iterable[tuple[str, Sequence[Metric]]]) -> list[Metric]:
+    """The figures of several servers as one: whose a figure is says its label `replica`."""
+    found: dict[str, Metric] = {}
+    for server, figures in by_server:
+        for figure in figures:
+            family = found.setdefault(figure.name, Metric(figure.name, figure.documentation, figure.type))
+            family.samples += [one._replace(labels=one.labels | {"replica": server}) for one in figure.samples]
+    return list(found.values())
+
+
+class Collected(Collector):
+    def __init__(self, figures: Iterable[Metric]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterable[Metric]:
+        return self._figures
 
 
 class VLLMNames(Collector):

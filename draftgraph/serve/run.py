@@ -77,8 +77,7 @@ class GracefulServer(uvicorn.Server):
 def run(settings: ServerSettings, tokenizer: Any, engine_options: dict[str, Any]) -> None:
     """Serves until it is told to stop; raises if it cannot listen or the model cannot be loaded."""
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice as many lines for nothing
-    command = [sys.executable, "-m", "draftgraph.serve.engine_process", json.dumps(engine_options)]
-    engine = Engine(command, settings)
+    engine = Engine(engine_command(engine_options), settings)
     server = server_of(create_app(settings, engine, tokenizer), settings, engine)
     engine.on_failed_start = lambda: setattr(server, "should_exit", True)
     with listening(settings) as listener, logging_to_stderr(settings):
@@ -89,6 +88,10 @@ def run(settings: ServerSettings, tokenizer: Any, engine_options: dict[str, Any]
         server.run(sockets=[listener])
     if engine.failed_to_start is not None:
         raise DraftGraphError(engine.failed_to_start)
+
+
+def engine_command(options: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "draftgraph.serve.engine_process", json.dumps(options)]
 
 
 def server_of(app: FastAPI, settings: ServerSettings, engine: Engine) -> GracefulServer:
