@@ -9,6 +9,7 @@ import ssl
 import sys
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from draftgraph.batching.job import Scores
 from draftgraph.errors import UsageError
 from draftgraph.serve.engine_process import Loop, reporting_faults
 
@@ -154,11 +156,11 @@ class FakeScheduler:
             "id": job.id,
             "tokens": tokens,
             "sources": [*accepted, "target"] if tokens else [],
-            "logprobs": None if job.logprobs is None else [scored(token, job.logprobs) for token in tokens],
+            "logprobs": None if job.logprobs is None else scored(tokens, job.logprobs),
             "finish_reason": reason,
         }
         if job.prompt_logprobs is not None and start == 0:
-            told["prompt_logprobs"] = [None, *(scored(token, job.prompt_logprobs) for token in job.tokens[1:])]
+            told["prompt_logprobs"] = scored(job.tokens[1:], job.prompt_logprobs)
         if job.trace:
             told["step"] = traced(start, tokens, accepted)
         if reason is not None:
@@ -208,9 +210,11 @@ def answer_of(job: FakeJob, vocabulary: int) -> list[int]:
     return once * (1 + job.max_tokens // len(once))
 
 
-def scored(token: int, alternatives: int) -> dict[str, Any]:
-    top = [[(token + other) % FakeScheduler.vocabulary, -0.5 - other] for other in range(alternatives)]
-    return {"logprob": -0.5, "top": top}
+def scored(tokens: list[int], alternatives: int) -> dict[str, Any]:
+    places, others = range(len(tokens)), range(alternatives)
+    best = array("i", [(tokens[place] + other) % FakeScheduler.vocabulary for place in places for other in others])
+    logprobs = array("f", [-0.5 - other for _ in places for other in others])
+    return Scores(alternatives, array("f", [-0.5 for _ in places]), best, logprobs).to_dict()
 
 
 def traced(position: int, tokens: list[int], accepted: list[str]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def test_the_log_probabilities_of_a_prompt_are_the_adapters(setting: Setting) ->
         (told,) = setting.told(Job("one", prompt, adapter=name, max_tokens=1, prompt_logprobs=0))["one"]
         with torch.no_grad():
             scores = model(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1)
-        found = torch.tensor([one["logprob"] for one in told.prompt_logprobs[1:]])
+        found = torch.tensor(told.prompt_logprobs.own)
         torch.testing.assert_close(found, scores[range(len(prompt) - 1), prompt[1:]], rtol=1e-3, atol=1e-3)
 
 

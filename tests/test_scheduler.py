@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftgraph import GraphConfig
 from draftgraph.batching import Job, Limits, Progress, Scheduler
+from draftgraph.batching.job import Scores
 from draftgraph.engine.pages import PAGE, OutOfPages
 from draftgraph.errors import UsageError
 from draftgraph.pair import Pair
@@ -54,6 +55,12 @@ def answers(scheduler, *jobs, steps=2000):
     return told
 
 
+def entries(scores):
+    """As they come out of a message: each token's own log-probability and the best in its place."""
+    found = Scores.from_dict(json.loads(json.dumps(scores.to_dict())))
+    return [(found.own[place], found.top(place)) for place in range(len(found))]
+
+
 def tokens(progress):
     return [token for one in progress for token in one.tokens]
 
@@ -80,15 +87,15 @@ def test_samples_of_one_seed_differ_and_repeat(scheduler):
 def test_logprobs_are_those_of_the_target(pair, scheduler):
     job = Job("a", (1, 2, 3, 4), max_tokens=6, logprobs=3)
     told = answers(scheduler, job)["a"]
-    found = [entry for one in told for entry in one.logprobs]
+    found = [entry for one in told for entry in entries(one.logprobs)]
     text = [*job.tokens, *tokens(told)]
     with torch.no_grad():
         expected = torch.log_softmax(pair.target(torch.tensor([text])).logits[0].float(), -1)
     for place, entry in enumerate(found, start=len(job.tokens) - 1):
-        assert entry["logprob"] == pytest.approx(expected[place, text[place + 1]].item(), abs=1e-5)
+        assert entry[0] == pytest.approx(expected[place, text[place + 1]].item(), abs=1e-5)
         best = expected[place].topk(3)
-        assert [pair[0] for pair in entry["top"]] == best.indices.tolist()
-        assert [pair[1] for pair in entry["top"]] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert [pair[0] for pair in entry[1]] == best.indices.tolist()
+        assert [pair[1] for pair in entry[1]] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
@@ -99,10 +106,10 @@ def test_a_prompt_can_be_scored(pair, scheduler, max_tokens):
     assert len(tokens([first, *rest])) == max_tokens
     with torch.no_grad():
         expected = torch.log_softmax(pair.target(torch.tensor([prompt])).logits[0].float(), -1)
-    assert first.prompt_logprobs[0] is None and len(first.prompt_logprobs) == len(prompt)
-    for place, entry in enumerate(first.prompt_logprobs[1:]):
-        assert entry["logprob"] == pytest.approx(expected[place, prompt[place + 1]].item(), abs=1e-5)
-        assert entry["top"][0][0] == int(expected[place].argmax())
+    assert len(first.prompt_logprobs) == len(prompt) - 1
+    for place, (logprob, [best]) in enumerate(entries(first.prompt_logprobs)):
+        assert logprob == pytest.approx(expected[place, prompt[place + 1]].item(), abs=1e-5)
+        assert best[0] == int(expected[place].argmax())
 
 
 @pytest.mark.parametrize("short", [0, 1, 3, 5, 6, 12])
@@ -124,9 +131,8 @@ def test_a_prompt_that_is_read_again_is_scored_once(pair, monkeypatch, short):
     [first, *rest] = answers(scheduler, other, job)["a"]
     assert next(passes) > short and rest[-1].finish_reason == "length"
     assert len(tokens([first, *rest])) == 20 and rest[-1].stats["reused_tokens"] == 0
-    assert len(first.prompt_logprobs) == len(job.tokens)
-    for found, known in zip(first.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
-        assert found["logprob"] == pytest.approx(known["logprob"], abs=1e-6)
+    assert len(first.prompt_logprobs) == len(job.tokens) - 1
+    assert first.prompt_logprobs.own.tolist() == pytest.approx(expected.prompt_logprobs.own.tolist(), abs=1e-6)
 
 
 def test_penalties_and_bias_do_what_openai_says(pair, scheduler):

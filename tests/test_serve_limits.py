@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_tools import SERVE, SLOW, LiveServer, tokenizer, wait_until
+from serve_tools import SERVE, SLOW, LiveServer, fake_command, tokenizer, wait_until
 
 from draftgraph.serve import connections
 from draftgraph.serve.connections import affordable
@@ -145,6 +145,17 @@ def test_too_many_tokens_at_once_are_refused(server, monkeypatch):
     body = {"prompt": ["a"] * 8, "max_tokens": 1, "allowed_token_ids": [40] * 200}
     answer = httpx.post(server.url + COMPLETIONS, json=body)
     assert answer.status_code == 400 and "1608 tokens" in answer.json()["error"]["message"]
+
+
+def test_all_log_probabilities_that_may_be_asked_for_delay_nobody():
+    """Sixteen answers with the twenty best tokens in each place of a long prompt, for several clients at once."""
+    body = {"prompt": [40 + place % 200 for place in range(1500)], "n": 16, "logprobs": 20, "echo": True}
+    with LiveServer(fake_command(window=2048)) as server, watched(server), ThreadPoolExecutor(2) as clients:
+        asked = body | {"temperature": 1, "max_tokens": 4}
+        for answer in clients.map(lambda _: httpx.post(server.url + COMPLETIONS, json=asked, timeout=60), range(2)):
+            assert answer.status_code == 200, answer.text
+            choices = [choice["logprobs"] for choice in answer.json()["choices"]]
+            assert len(choices) == 16 and {len(one["top_logprobs"]) for one in choices} == {1504}
 
 
 def test_a_body_in_tiny_chunks_delays_nobody(server):

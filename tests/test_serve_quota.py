@@ -5,6 +5,7 @@ import asyncio
 import json
 import socket
 import threading
+from array import array
 from collections import Counter
 from contextlib import ExitStack
 from itertools import count
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_tools import SLOW, LiveServer, tokenizer, wait_until
 
-from draftgraph.batching.job import Progress
+from draftgraph.batching.job import OBJECT, Progress, Scores
 from draftgraph.serve import jobs
 from draftgraph.serve.engine import MOST_UNREAD, Submission
 from draftgraph.serve.errors import ApiError
@@ -263,7 +264,7 @@ def test_a_stream_that_nobody_reads_is_given_up():
         submission.put(Progress("ab"[number % 2], [1], ["target"], step={"nodes": nodes}))
         if cancelled:
             break
-    assert (number - 1) * 1000 <= MOST_UNREAD and sorted(cancelled) == ["a", "b"]
+    assert (number - 1) * 1000 * OBJECT <= MOST_UNREAD and sorted(cancelled) == ["a", "b"]
 
     async def next_one() -> Progress:
         return await anext(aiter(submission))
@@ -278,9 +279,11 @@ def test_what_is_read_as_it_comes_may_be_as_long_as_it_likes():
         submission = Submission("", ["a"], cancelled.append)
         steps = aiter(submission)
         for _ in range(100):
-            submission.put(Progress("a", [1], ["target"], step={"nodes": [{"token": 1}] * (MOST_UNREAD // 2)}))
+            submission.put(
+                Progress("a", [1], ["target"], step={"nodes": [{"token": 1}] * (MOST_UNREAD // OBJECT // 2)})
+            )
             await anext(steps)
-        submission.put(Progress("a", prompt_logprobs=[{"logprob": 0.0, "top": []}] * 2 * MOST_UNREAD))
+        submission.put(Progress("a", prompt_logprobs=Scores(0, array("f", [0.0]) * 2 * MOST_UNREAD)))
         return (await anext(steps)).size
 
     assert asyncio.run(read()) > MOST_UNREAD and not cancelled

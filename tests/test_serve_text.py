@@ -1,10 +1,12 @@
 """Text while it comes, and names of tokens: whatever the stop strings, and however the tokens are cut."""
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 from serve_tools import tokenizer
 
-from draftgraph.batching.job import Job, Progress
+from draftgraph.batching.job import Job, Progress, Scores
 from draftgraph.serve.generation import Answer
 from draftgraph.serve.text import MOST_HELD, AnswerText, TextRules, TokenNames
 from draftgraph.text import decode
@@ -84,7 +86,7 @@ def test_an_answer_does_not_depend_on_how_many_tokens_come_in_a_step(tokens, siz
         while found.finish_reason is None:
             size = sizes.pop(0)
             now, rest = rest[:size], rest[size:]
-            told = [{"logprob": -1.0, "top": []} for _ in now]
+            told = Scores(0, array("f", [-1.0] * len(now)))
             piece = found.take(Progress("0", now, ["target"] * len(now), told, None, None if rest else "length"))
             text, scored = text + piece.text, scored + [(one.token, one.start) for one in piece.scores]
         return text, scored, found.tokens, found.finish_reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from base64 import b64decode, b64encode
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -11,6 +13,8 @@ from draftgraph.errors import UsageError
 Finish = Literal["stop", "length", "cancelled", "deadline", "error"]
 Kind = Literal["usage", "overloaded", "memory", "engine", "stopping"]
 LISTS = ("tokens", "stop_token_ids", "allowed_token_ids")
+SCORED = ("logprobs", "prompt_logprobs")
+OBJECT = 16  # numbers that take as much as an object for one token or node
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,43 @@ class Job:
 
 
 @dataclass
+class Scores:
+    """Log-probabilities of tokens in a row, and of the best ones in the place of each. As plain numbers: there may be
+    half a million, and while the API reads them or looks through its objects for garbage, others wait."""
+
+    alternatives: int = 0
+    own: array[float] = field(default_factory=lambda: array("f"))
+    tokens: array[int] = field(default_factory=lambda: array("i"))  # the best, so many in each place
+    best: array[float] = field(default_factory=lambda: array("f"))
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def top(self, place: int) -> list[tuple[int, float]]:
+        here = slice(place * self.alternatives, (place + 1) * self.alternatives)
+        return list(zip(self.tokens[here], self.best[here], strict=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        numbers = {name: b64encode(getattr(self, name).tobytes()).decode() for name in ("own", "tokens", "best")}
+        return {"alternatives": self.alternatives} | numbers
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Scores:
+        found = cls(given["alternatives"])
+        for name in ("own", "tokens", "best"):
+            getattr(found, name).frombytes(b64decode(given[name]))
+        return found
+
+
+@dataclass
 class Progress:
     """What happened to a job in one step."""
 
     id: str
     tokens: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # of each token; "target": the one that nobody proposed
-    logprobs: list[dict[str, Any]] | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    logprobs: Scores | None = None
+    prompt_logprobs: Scores | None = None  # of all tokens but the first, before which there is nothing
     finish_reason: Finish | None = None
     error: dict[str, str] | None = None
     step: dict[str, Any] | None = None
@@ -87,10 +120,10 @@ class Progress:
 
     @property
     def size(self) -> int:
-        """Tokens, scores and nodes that it tells of."""
-        scores = [*(self.logprobs or ()), *(self.prompt_logprobs or ())]
-        nodes = 0 if self.step is None else len(self.step["nodes"])
-        return 1 + len(self.tokens) + nodes + sum(1 + len(one["top"]) for one in scores if one is not None)
+        """What it takes to keep it: so many numbers."""
+        objects = 1 + len(self.tokens) + (0 if self.step is None else len(self.step["nodes"]))
+        scores = [one for one in (self.logprobs, self.prompt_logprobs) if one is not None]
+        return OBJECT * objects + sum(len(one.own) + len(one.best) for one in scores)
 
     @classmethod
     def failed(cls, id: str, kind: Kind, message: str) -> Progress:
@@ -98,4 +131,9 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         """Without what is not there."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        return found | {name: found[name].to_dict() for name in SCORED if name in found}
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Progress:
+        return cls(**given | {name: Scores.from_dict(given[name]) for name in SCORED if name in given})

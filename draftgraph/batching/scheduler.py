@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftgraph.batching.batch import CHUNK, SEQUENCES, Batch
-from draftgraph.batching.job import Finish, Job, Kind, Progress
+from draftgraph.batching.job import Finish, Job, Kind, Progress, Scores
 from draftgraph.batching.requests import config_of, guide_of, request_of
 from draftgraph.choose import Outputs
 from draftgraph.config import GraphConfig
@@ -52,7 +54,7 @@ class Task:
     sequence: Sequence
     submitted: float = field(default_factory=time.monotonic)
     first_token: float | None = None
-    prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=lambda: [None])
+    prompt_scores: Scores = field(default_factory=Scores)
 
     @property
     def late(self) -> bool:
@@ -167,11 +169,10 @@ class Scheduler:
         outputs = task.sequence.outputs
         if outputs.keep_logprobs:
             newest = slice(len(outputs.logprobs) - len(step.tokens), None)
-            pairs = zip(outputs.logprobs[newest], outputs.best[newest], strict=True)
-            told.logprobs = [{"logprob": own, "top": [list(one) for one in best]} for own, best in pairs]
+            told.logprobs = scores_of(outputs.logprobs[newest], outputs.best[newest])
         if task.first_token is None:
             task.first_token = now
-            told.prompt_logprobs = self._prompt_logprobs(task)
+            told.prompt_logprobs = self._prompt_scores(task)
         if task.job.trace:
             told.step = traced(step, self.batch.taken.seconds.in_all)
         if step.finish_reason is not None:
@@ -183,7 +184,7 @@ class Scheduler:
 
     def _ended(self, task: Task, reason: Finish) -> Progress:
         told = Progress(task.job.id, finish_reason=reason, stats=self._stats(task))
-        told.prompt_logprobs = self._prompt_logprobs(task) if reason == "length" else None
+        told.prompt_logprobs = self._prompt_scores(task) if reason == "length" else None
         self.batch.remove(task.sequence)
         self._forget(task)
         return told
@@ -218,12 +219,25 @@ class Scheduler:
 
     def _score_prompt(self, task: Task, logits: Tensor) -> None:
         """Of a piece of the prompt: what the model thought of the tokens that follow."""
-        known, prompt = task.prompt_logprobs, task.job.tokens
-        following = prompt[len(known) : len(known) + len(logits)]
-        known.extend(told_logprobs(logits, following, task.job.prompt_logprobs or 0))
+        known, prompt = task.prompt_scores, task.job.tokens
+        following = list(prompt[1 + len(known) : 1 + len(known) + len(logits)])
+        found = torch.log_softmax(logits.float(), dim=-1)
+        best = found.topk(min(task.job.prompt_logprobs or 0, self.vocabulary))
+        known.alternatives = best.values.shape[1]
+        known.own.extend(found[range(len(following)), following].tolist())
+        known.tokens.extend(best.indices.flatten().tolist())
+        known.best.extend(best.values.flatten().tolist())
 
-    def _prompt_logprobs(self, task: Task) -> list[dict[str, Any] | None] | None:
-        return task.prompt_logprobs if task.job.prompt_logprobs is not None else None
+    def _prompt_scores(self, task: Task) -> Scores | None:
+        return task.prompt_scores if task.job.prompt_logprobs is not None else None
+
+
+def scores_of(logprobs: Several[float], best: Several[list[tuple[int, float]]]) -> Scores:
+    found = Scores(len(best[0]) if best else 0, array("f", logprobs))
+    for place in best:
+        found.tokens.extend(token for token, _ in place)
+        found.best.extend(logprob for _, logprob in place)
+    return found
 
 
 def described_failure(failure: Exception) -> tuple[Kind, str]:
@@ -255,12 +269,3 @@ def traced(step: Step, seconds: float) -> dict[str, Any]:
     rows = enumerate(zip(*numbers, strict=True))
     nodes = [dict(zip(names, row, strict=True)) | {"accepted": place in accepted} for place, row in rows]
     return {"position": step.position, "nodes": nodes, "merges": merges, "tokens": step.tokens, "seconds": seconds}
-
-
-def told_logprobs(logits: Tensor, tokens: Any, alternatives: int) -> list[dict[str, Any]]:
-    """Of the token chosen at every row, and of the best ones."""
-    found = torch.log_softmax(logits.float(), dim=-1)
-    best = found.topk(alternatives)
-    chosen = found[range(len(tokens)), list(tokens)]
-    rows = zip(chosen.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return [{"logprob": own, "top": [list(one) for one in zip(*pairs, strict=True)]} for own, *pairs in rows]

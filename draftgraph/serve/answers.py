@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftgraph.batching.job import Job
-from draftgraph.serve.answer_schemas import CompletionLogprobs
-from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, gone, json_bytes
+from draftgraph.serve.errors import SERVER_FAULT, ApiError, ClientGone, Rows, gone, json_bytes
 from draftgraph.serve.formats import ToolUse
 from draftgraph.serve.generation import Answer, Delta, Generation, Server, TokenScore
 from draftgraph.serve.jobs import message_text
@@ -60,15 +59,11 @@ class Form(ABC):
     def _event_choice(self, delta: Delta) -> Body: ...
 
     def whole(self, deltas: list[Delta]) -> bytes:
-        """As JSON, one choice after the other: nothing else runs while one is written or looked through for garbage."""
         own = [[delta for delta in deltas if delta.index == answer.index] for answer in self._answers]
-        choices = b",".join(json_bytes(self._choice(one)) for one in own)
-        body = json_bytes(self._frame())
-        return body.replace(b'"choices":[]', b'"choices":[%b]' % choices, 1)  # in no text: quotes are escaped there
+        return json_bytes(self._whole(Rows(self._choice, own)))
 
-    def _frame(self) -> Body:
-        """What is around the choices of a whole answer."""
-        return self._with_head(self.whole_object, []) | {"usage": self.generation.usage()}
+    def _whole(self, choices: Iterable[Body]) -> Body:
+        return self._with_head(self.whole_object, choices) | {"usage": self.generation.usage()}
 
     def opening(self) -> list[Body]:
         """Events before the first delta."""
@@ -93,7 +88,7 @@ class Form(ABC):
         return b"data: " + json_bytes(event) + b"\n\n"
 
     def _event(self, *choices: Body) -> Body:
-        event = self._with_head(self.event_object, choices)
+        event = self._with_head(self.event_object, list(choices))
         return event | {"usage": None} if self._body.wants_usage else event
 
     def _with_head(self, kind: str, choices: Iterable[Body]) -> Body:
@@ -103,7 +98,7 @@ class Form(ABC):
             "created": self.generation.created,
             "model": self._model,
             "system_fingerprint": self._fingerprint,
-            "choices": list(choices),
+            "choices": choices,
         }
 
     def _token_ids(self, deltas: list[Delta]) -> Body:
@@ -118,8 +113,8 @@ class ChatForm(Form):
     prefix, whole_object, event_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     _body: ChatRequest
 
-    def _frame(self) -> Body:
-        return super()._frame() | self._prompt_ids()
+    def _whole(self, choices: Iterable[Body]) -> Body:
+        return super()._whole(choices) | self._prompt_ids()
 
     def opening(self) -> list[Body]:
         """Names the speaker, once for each answer, and repeats what it has said already with `echo`."""
@@ -216,25 +211,24 @@ class CompletionForm(Form):
         prompt = {"prompt_token_ids": answer.job.tokens} if with_prompt and self._tells_tokens else {}
         return prompt | self._token_ids(deltas)
 
-    def _logprobs(
-        self, answer: Answer, deltas: list[Delta], before: int, with_prompt: bool
-    ) -> CompletionLogprobs | None:
+    def _logprobs(self, answer: Answer, deltas: list[Delta], before: int, with_prompt: bool) -> Body | None:
+        """`before`: where the answer begins in the text of its choice."""
         if self._body.logprobs is None:
             return None
-        names = self._server.names
-        found = completion_logprobs([one for delta in deltas for one in delta.scores], names, before)
-        if not (with_prompt and self._body.echo):
-            return found
-        prompt = completion_logprobs(self._prompt_scores(answer), names)
-        return {name: prompt[name] + found[name] for name in found}  # type: ignore[literal-required,return-value]
+        prompt = self._prompt_scores(answer) if with_prompt and self._body.echo else []
+        own = [one for delta in deltas for one in delta.scores]
+        starts = [*(one.start for one in prompt), *(one.start + before for one in own)]
+        return completion_logprobs([*prompt, *own], self._server.names) | {"text_offset": starts}
 
     def _prompt_scores(self, answer: Answer) -> list[TokenScore]:
-        text = AnswerText(self._tokenizer)
-        scores = []
-        for token, found in zip(answer.job.tokens, answer.prompt_logprobs or [], strict=False):
+        if answer.prompt_logprobs is None:
+            return []
+        text, scores = AnswerText(self._tokenizer), []
+        for place, token in enumerate(answer.job.tokens):
             start = text.length
             text.push(token)
-            scores.append(TokenScore.of(token, found, start, text.length))
+            known = answer.prompt_logprobs if place else None
+            scores.append(TokenScore(token, known, place - 1, start, text.length))
         return scores
 
 
@@ -260,27 +254,25 @@ def whole_calls(pieces: Sequence[CallDelta]) -> list[Body]:
 
 
 def chat_logprobs(scores: Sequence[TokenScore], names: TokenNames) -> Body:
-    def entry(token: int, logprob: float) -> Body:
-        return {"token": names.text(token), "logprob": logprob, "bytes": list(names.bytes(token))}
+    def entry(token: int, logprob: float | None) -> Body:
+        return names.entry(token) | {"logprob": logprob}
 
-    content = [
-        entry(one.token, one.logprob or 0.0) | {"top_logprobs": [entry(*top) for top in one.top]} for one in scores
-    ]
-    return {"content": content, "refusal": None}
+    def scored(one: TokenScore) -> Body:
+        return entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
+
+    return {"content": Rows(scored, scores), "refusal": None}
 
 
-def completion_logprobs(scores: Sequence[TokenScore], names: TokenNames, offset: int = 0) -> CompletionLogprobs:
-    """`offset`: where the text that these tokens are counted in begins in the choice's."""
+def completion_logprobs(scores: Sequence[TokenScore], names: TokenNames) -> Body:
+    def best(one: TokenScore) -> Body | None:
+        """By name, the token itself among them."""
+        named = {names.key(token): logprob for token, logprob in one.top}
+        return None if one.logprob is None else named | {names.key(one.token): one.logprob}
+
     return {
         "tokens": [names.key(one.token) for one in scores],
         "token_logprobs": [one.logprob for one in scores],
-        "top_logprobs": [
-            None
-            if one.logprob is None
-            else {names.key(token): logprob for token, logprob in [*one.top, (one.token, one.logprob)]}
-            for one in scores
-        ],
-        "text_offset": [one.start + offset for one in scores],
+        "top_logprobs": Rows(best, scores),
     }
 
 

@@ -19,7 +19,7 @@ from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
 
 logger = logging.getLogger("draftgraph.serve")
-MOST_UNREAD = 1 << 16  # tokens, scores and nodes of one request that its client has not read: about 10 MB
+MOST_UNREAD = 1 << 20  # of one request that its client has not read, see `Progress.size`: about 10 MB
 MOST_TOKENS = 1 << 22  # that one request sends, once for each answer: to write them takes a third of a second
 SLACK = 5.0  # seconds past its deadline, or its end, after which a job is given up without a message of the engine
 EXIT_SECONDS = 5.0  # for an engine to end after a stop message
@@ -225,14 +225,14 @@ class Engine:
             async for line in reader:
                 message, self._last_message = wire.message(line), time.monotonic()
                 if "progress" in message:
-                    for progress in [wire.read(Progress, values) for values in message["progress"]]:
+                    for progress in map(Progress.from_dict, message["progress"]):
                         if progress.finish_reason is not None:
                             self.on_finished(progress)
                         self._deliver(progress)
                 elif "figures" in message:
                     self.figures = message["figures"]
                 elif "ready" in message:
-                    self.ready, self._was_ready = wire.read(Ready, message["ready"]), True
+                    self.ready, self._was_ready = Ready(**message["ready"]), True
                     logger.info("the model is ready: %s", self.ready)
                 elif "traceback" in message:
                     logger.error("the engine raised an error:\n%s", message["traceback"])

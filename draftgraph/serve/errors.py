@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+T = TypeVar("T")
 RETRY_SECONDS = "1"
 GONE = 499  # nginx's status for a client that went away: only the log and the metrics see it
 SERVER_FAULT = "the server failed to answer: its log says more"
@@ -47,14 +49,23 @@ class ApiError(Exception):
         self.body: ErrorBody = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def json_bytes(content: Any) -> bytes:
-    """JSON that can always be written, lone surrogates and all.
+class Rows(Generic[T]):
+    """A list in JSON whose elements are made while it is written: other threads run in between, and there are never so
+    many that looking through them for garbage takes long."""
 
-    pydantic's writer is the faster by far: nothing else runs while an answer with many log-probabilities is written.
-    """
+    def __init__(self, make: Callable[[T], Any], items: Sequence[T]) -> None:
+        self._make, self._items = make, items
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._make(item) for item in self._items)
+
+
+def json_bytes(content: Any) -> bytes:
+    """JSON that can always be written, lone surrogates and all; pydantic's writer is the faster by far."""
     with contextlib.suppress(PydanticSerializationError):
-        return to_json(content)
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+        return to_json(content, fallback=iter)
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), default=list)
+    return text.encode("utf-8", "backslashreplace")
 
 
 class JSONAnswer(Response):

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client.core import Metric
 from starlette.requests import Request
 
-from draftgraph.batching.job import Job, Progress
+from draftgraph.batching.job import Job, Progress, Scores
 from draftgraph.serve.answer_schemas import Finish, Usage
 from draftgraph.serve.engine import Engine
 from draftgraph.serve.errors import ApiError, failure
@@ -30,25 +30,27 @@ LONG_BODY = 32 * 1024  # bytes, of which a tokenizer reads one or two in a micro
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenScore:
     """A token, how likely the model thought it, and where its text begins and ends in the answer."""
 
     token: int
-    logprob: float | None
-    top: list[tuple[int, float]]
+    scores: Scores | None  # None: nothing comes before the first token of a prompt
+    place: int
     start: int
     end: int
 
-    @classmethod
-    def of(cls, token: int, found: dict[str, Any] | None, start: int, end: int) -> TokenScore:
-        if found is None:  # nothing comes before the first token of a prompt
-            return cls(token, None, [], start, end)
-        top = [(int(other), finite(logprob)) for other, logprob in found["top"]]
-        return cls(token, finite(found["logprob"]), top, start, end)
+    @property
+    def logprob(self) -> float | None:
+        return None if self.scores is None else finite(self.scores.own[self.place])
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        found = [] if self.scores is None else self.scores.top(self.place)
+        return [(token, finite(logprob)) for token, logprob in found]
 
 
-@dataclass
+@dataclass(slots=True)
 class Delta:
     """What one step adds to an answer."""
 
@@ -87,7 +89,7 @@ class Answer:
         self.tokens = 0
         self.steps = 0
         self.sources: Counter[str] = Counter()
-        self.prompt_logprobs: list[dict[str, Any] | None] | None = None
+        self.prompt_logprobs: Scores | None = None
         self.stats: dict[str, Any] = {}
         self.finish_reason: Finish | None = None
 
@@ -133,7 +135,7 @@ class Answer:
             self.tokens += 1
             self.sources[progress.sources[place]] += 1
             if progress.logprobs is not None:
-                self._scores.append(TokenScore.of(token, progress.logprobs[place], start, self._text.length))
+                self._scores.append(TokenScore(token, progress.logprobs, place, start, self._text.length))
             if self._text.stopped:
                 break
         return texts
@@ -161,7 +163,7 @@ class Answer:
 
 
 def finite(logprob: float) -> float:
-    return max(float(logprob), LEAST_LOGPROB)
+    return max(logprob, LEAST_LOGPROB)
 
 
 class Server:

@@ -310,7 +310,7 @@ class ResponseForm(ChatForm):
 
     def events(self, delta: Delta) -> list[Body]:
         logprobs = self._logprobs([delta])
-        return self._numbered(self._output.take(delta, logprobs["content"] if logprobs else []))
+        return self._numbered(self._output.take(delta, list(logprobs["content"]) if logprobs else []))
 
     def closing(self) -> list[Body]:
         is_cut = self._answers[0].finish_reason == "length"

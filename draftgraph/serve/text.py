@@ -105,10 +105,15 @@ class TokenNames:
         self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._is_byte_level = "Ġ" in tokenizer.get_vocab()
         self.bytes = lru_cache(maxsize=65536)(self._bytes)
+        self.entry = lru_cache(maxsize=65536)(self._entry)
 
     def text(self, token: int) -> str:
         """Half a character shows as a replacement character."""
         return self.bytes(token).decode("utf-8", "replace")
+
+    def _entry(self, token: int) -> dict[str, Any]:
+        """As chats have it; not to be changed."""
+        return {"token": self.text(token), "logprob": 0.0, "bytes": list(self.bytes(token))}
 
     def key(self, token: int) -> str:
         """Tells apart tokens that are no text of their own, in the way that OpenAI does."""

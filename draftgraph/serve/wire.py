@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from draftgraph import __version__
-from draftgraph.batching.job import Progress
 
 LONGEST_LINE = 256 * 1024 * 1024  # the log-probabilities of a long prompt are long
-Message = TypeVar("Message", bound="Ready | Progress")
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,3 @@ def message(line: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"a message must be an object, not {type(found).__name__}")
     return found
-
-
-def read(kind: type[Message], values: dict[str, Any]) -> Message:
-    """A message as an object; fields that this version does not have are left out."""
-    known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in values.items() if name in known})
