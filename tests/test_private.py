@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from families import target_of
-from torch import nn
+from torch import distributed, nn
 from transformers import GenerationConfig
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
@@ -35,6 +36,7 @@ NAMES = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "._parameters",
+    "_set_pg_timeout",
     "._version",
     "._name_or_path",
     "._attn_implementation",
@@ -196,6 +198,21 @@ def test_parameters_of_a_copied_module() -> None:
     assert list(dict(module.named_parameters())) == ["weight"]
     with pytest.raises(private.MissingNameError, match=r"torch\.nn\.Module\._parameters"):
         private.set_parameters(object(), {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_process_group_waits_no_longer_than_it_is_told(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gone:
+        monkeypatch.delattr(distributed.distributed_c10d, "_set_pg_timeout")
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=99))
+    try:
+        group: Any = distributed.group.WORLD
+        private.set_group_timeout(group, 7.0)
+        seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        assert seconds == (99 if gone else 7)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_versions_of_tensors() -> None:

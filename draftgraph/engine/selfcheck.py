@@ -29,7 +29,7 @@ from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Engine, Segment
 from draftgraph.engine.ranks import agreed, on_every_rank, rank_count, ranks_of
-from draftgraph.engine.sharding import group_of, sums_change
+from draftgraph.engine.sharding import group_of, leaves_sums_to_library, sums_change
 from draftgraph.errors import RankError, UnsupportedModelError, UsageError, one_line
 from draftgraph.files import PACKED, replacing
 from draftgraph.graph import Bools, Ints
@@ -333,8 +333,8 @@ def bit_difference(model: Any, abilities: dict[str, Any], exact: bool = False) -
 
 
 def because_of_sums(model: Any) -> str:
-    """Whether sums over ranks are to blame: in layers of other kinds than linear ones they are the library's own."""
-    if (group := group_of(unwrapped(model))) is None:
+    """Whether sums over ranks are to blame, as far as they are the library's own."""
+    if (group := group_of(unwrapped(model))) is None or not leaves_sums_to_library(unwrapped(model)):
         return ""
     backend, ranks = torch.distributed.get_backend(group), torch.distributed.get_world_size(group)
     changes = agreed(sums_change(group, model.get_input_embeddings().weight.device, model.dtype))

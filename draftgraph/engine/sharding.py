@@ -177,6 +177,13 @@ def attention_is_whole(text: Any, ranks: int) -> bool:
     return any(count % ranks for count in heads)
 
 
+def leaves_sums_to_library(model: Any) -> bool:
+    """Whether layers of other kinds than linear ones and embeddings, such as experts, are split as well."""
+    ours = {id(one.module) for one in [*linear_parts(model), *embedding_parts(model)]}
+    split = [module for module in model.modules() if any(map(is_split, module.parameters(recurse=False)))]
+    return any(id(module) not in ours for module in split)
+
+
 def sums_change(group: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the library's sum of a row over the ranks has other bits when more rows are summed with it."""
     draw = torch.Generator().manual_seed(dist.get_rank(group))
