@@ -179,7 +179,8 @@ def attention_is_whole(text: Any, ranks: int) -> bool:
 
 def leaves_sums_to_library(model: Any) -> bool:
     """Whether layers of other kinds than linear ones and embeddings, such as experts, are split as well."""
-    ours = {id(one.module) for one in [*linear_parts(model), *embedding_parts(model)]}
+    parts: list[Any] = [*linear_parts(model), *embedding_parts(model)]
+    ours = {id(one.module) for one in parts}
     split = [module for module in model.modules() if any(map(is_split, module.parameters(recurse=False)))]
     return any(id(module) not in ours for module in split)
 
