@@ -146,12 +146,17 @@ class Replica:
         while self.running and self.running[0][0] <= self._count + 1e-9:
             one = heapq.heappop(self.running)[2]
             one.ended = now
-            self._taken -= self.known.pop(one.conversation, 0)  # it stays, in the place of its earlier turns
-            self.known[one.conversation] = one.prompt + one.answer
+            self._taken -= one.prompt + one.answer
+            self.learn(one.conversation, one.prompt + one.answer)
             found.append(one)
+        return found
+
+    def learn(self, conversation: str, tokens: int) -> None:
+        """Its pages are kept, in the place of those of earlier turns, as long as there is room."""
+        self._taken += tokens - self.known.pop(conversation, 0)
+        self.known[conversation] = tokens
         while self._taken > self.costs.slots and self.known:
             self._taken -= self.known.popitem(last=False)[1]
-        return found
 
 
 def replayed(replica: Replica, requests: Iterable[Request]) -> list[Request]:
@@ -167,18 +172,20 @@ def replayed(replica: Replica, requests: Iterable[Request]) -> list[Request]:
 
 
 def closed_loop(replica: Replica, clients: int, rounds: int, prompt: int, answer: int) -> float:
-    """Tokens per second of clients that ask again as soon as they are answered."""
-    replica.known = OrderedDict({"": prompt - LEAST // 2})  # all but the end of a page
-    for _ in range(clients):
-        replica.add(Request(0.0, prompt, answer))
-    left, now, tokens = clients * (rounds - 1), 0.0, 0
+    """Tokens per second of clients that ask again as soon as they are answered. Of their prompts all is known but the
+    end of a page."""
+    names, now, tokens = iter(map(str, range(clients * rounds))), 0.0, 0
+
+    def ask(count: int) -> None:
+        for name in itertools.islice(names, count):
+            replica.learn(name, prompt - LEAST // 2)
+            replica.add(Request(now, prompt, answer, name))
+
+    ask(clients)
     while replica.load:
         now, ended = replica.step(now)
-        for one in ended:
-            tokens += one.answer
-            if left:
-                left -= 1
-                replica.add(Request(now, prompt, answer))
+        tokens += sum(one.answer for one in ended)
+        ask(len(ended))
     return tokens / now
 
 
@@ -333,7 +340,7 @@ class Plan:
 
     def replicas(self, users: int) -> int | None:
         """The least number; None if users alone on a replica would have to wait longer."""
-        if not self.target.met(self.outcome(1, 1)):
+        if not self.target.met(self.outcome(SIMULATED, SIMULATED)):
             return None
         tokens = users * self.habits.answer / self.habits.seconds_between
         most = max(1, int(tokens * self.costs.plain_ms[-1] / 1e3 / self.costs.texts[-1] / 2))  # half of what it must be

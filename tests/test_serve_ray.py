@@ -35,7 +35,6 @@ from draftgraph.serve.guard import Counted
 from draftgraph.serve.metrics import Metrics, labelled, written
 from draftgraph.serve.ray import Exchange, PassOn, Scale, app, read_arguments
 from draftgraph.serve.ray_router import ConversationRouter
-from draftgraph.serve.service import Service
 from draftgraph.serve.settings import Keys, ServerSettings
 
 # Which replica
@@ -160,16 +159,14 @@ def test_replicas_scale_where_they_are_asked_to():
     assert found["target_ongoing_requests"] == 4
 
 
-@dataclass(frozen=True)
-class RankedSettings(ServerSettings):
-    tensor_parallel: int = 1
-
-
 def test_a_replica_has_a_gpu_for_each_rank_of_its_target():
-    def gpus(**load: str) -> float:
-        return Scale().gpus(Service(RankedSettings(tensor_parallel=4), None, {"load": load}))
+    def gpus(**load: Any) -> float:
+        scale, service = read_arguments({"tensor_parallel": "4"} | load)
+        assert service.engine_options["load"]["tensor_parallel"] == 4
+        return scale.gpus(service)
 
-    assert (gpus(device="cuda"), gpus(device="cpu"), gpus()) == (4, 0, 0)  # there is no cluster here
+    assert (gpus(device="cuda"), gpus(device="cpu"), gpus(num_gpus=8)) == (4, 0, 8)
+    assert gpus() == 0  # there is no cluster here
 
 
 def test_figures_of_all_replicas_are_told_apart_by_a_label():
@@ -251,9 +248,12 @@ class FakeDoor:
     def post(self, **body: Any) -> httpx.Response:
         return asyncio.run(self.http.post("/v1/completions", json=body))
 
+    @property
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="x", http_client=self.http, max_retries=0)
+
     async def stream(self) -> list[str]:
-        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="x", http_client=self.http, max_retries=0)
-        async with await client.completions.create(model="m", prompt="the", stream=True) as stream:
+        async with await self.client.completions.create(model="m", prompt="the", stream=True) as stream:
             return [chunk.choices[0].text async for chunk in stream]
 
     def counted(self) -> dict[str, float]:
@@ -297,6 +297,18 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event():
     with pytest.raises(openai.APIError, match="the replica that answered failed"):
         asyncio.run(door.stream())
     assert len(door.replicas.asked) == 1 and door.counted() == {"503": 1}
+
+
+def test_a_stream_of_a_response_ends_so_too():
+    door = FakeDoor([Taken("a", False), [started()], ActorDiedError()])
+
+    async def ask() -> None:
+        async with await door.client.responses.create(model="m", input="the", stream=True) as stream:
+            async for event in stream:
+                assert event.type == "error"
+
+    with pytest.raises(openai.APIError, match="the replica that answered failed"):
+        asyncio.run(ask())
 
 
 def test_a_whole_answer_that_breaks_off_is_no_answer():
@@ -434,7 +446,7 @@ class Load:
         assert chunks[-1].finish_reason == "length"
         return "".join(chunk.text for chunk in chunks)
 
-    async def until(self, holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    async def until(self, holds: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
         over = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < over, f"waited too long for {what}; failures: {self.failures}"

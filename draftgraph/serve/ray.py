@@ -14,7 +14,7 @@ import difflib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -50,7 +50,7 @@ from draftgraph.serve.settings import Keys, ServerSettings, keys_of_file
 
 logger = logging.getLogger("draftgraph.serve")
 DOOR, REPLICA = "Door", "Replica"  # names of deployments, of which a file of `serve deploy` may say more
-AT_DOOR = 1 << 12  # requests under way at one door
+AT_DOOR = ServerSettings.max_connections  # requests under way at one door
 DRAIN_SECONDS = 1.0  # between two looks at what is still under way
 TRIES = 3  # of a request that has not begun
 PLACE_SECONDS = 30.0  # for a replica to take it
@@ -61,20 +61,8 @@ PAUSE = 0.02  # seconds between two batches of one stream, at least
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 Figures = tuple[str, list[Metric]]  # with the name of the replica whose they are
 
-LOAD = ("target", "draft", "device", "dtype", "quantize")  # arguments of `draftgraph.load`
-GRAPH = (
-    "mode",
-    "k",
-    "tau",
-    "theta_prob",
-    "theta_sib",
-    "max_nodes",
-    "max_depth",
-    "chain_length",
-    "growth",
-    "cost",
-    "exact",
-)
+LOAD = ("target", "draft", "device", "dtype", "quantize", "tensor_parallel")  # arguments of `draftgraph.load`
+GRAPH = ("mode", "k", "tau", "theta_prob", "theta_sib", "max_nodes", "max_depth", "chain_length", "growth", "exact")
 OF_PROXIES = ("host", "port", "tls_cert", "tls_key", "max_connections", "header_seconds", "idle_seconds")
 RENAMED = ("model_name", "aliases", "adapters", "api_keys", "cors_origins", "allowed_hosts", "max_tokens")
 
@@ -91,9 +79,10 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     settings = service.settings
     keys = Keys(settings.api_keys if settings.key_file is None else keys_of_file(Path(settings.key_file)))
     settings = replace(settings, api_keys=())  # what is sent through the cluster has their digests only
-    ending: dict[str, Any] = {
+    common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": settings.grace,
         "graceful_shutdown_wait_loop_s": DRAIN_SECONDS,
+        "logging_config": {"enable_access_log": False},  # requests are logged by their routes
     }
     routing = {"slack": max(1, settings.max_texts // 4)}
     replicas = serve.deployment(
@@ -105,14 +94,14 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         ),
         ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.gpus(service)},
         **scale.counts(settings),
-        **ending,
+        **common,
     )(Replica)
     doors = serve.deployment(
         name=DOOR,
         num_replicas=scale.doors or max(1, scale.replicas),
         max_ongoing_requests=AT_DOOR,
         ray_actor_options={"num_cpus": 0},
-        **ending,
+        **common,
     )(serve.ingress(lambda: door(settings, keys))(Door))
     return doors.bind(replicas.bind(replace(service, settings=settings)))
 
@@ -150,18 +139,18 @@ class Scale:
         """Ray gives an actor all of its GPUs on one machine, or waits: ranks come and go together."""
         if self.num_gpus is not None:
             return self.num_gpus
-        device, ranks = service.engine_options["load"].get("device"), getattr(service.settings, "tensor_parallel", 1)
-        if device is None:
+        load: dict[str, Any] = service.engine_options["load"]
+        if (device := load.get("device")) is None:
             device = "cuda" if ray.is_initialized() and ray.cluster_resources().get("GPU") else "cpu"
-        return 0 if device == "cpu" else ranks
+        return 0.0 if device == "cpu" else load.get("tensor_parallel", 1)
 
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[Scale, Service]:
     """`serve run` gives text, a file numbers and lists."""
     graph, settings = get_type_hints(GraphConfig), get_type_hints(ServerSettings)
     own = {name: kind for name, kind in get_type_hints(service_of).items() if name not in ("load", "graph", "return")}
-    kinds = get_type_hints(Scale) | own | dict.fromkeys((*LOAD, "cost"), str | None)
-    kinds = {name: graph[name] for name in GRAPH} | kinds
+    kinds: dict[str, Any] = {name: graph[name] for name in GRAPH} | {"cost": str}
+    kinds |= get_type_hints(Scale) | own | dict.fromkeys(LOAD, str | None) | {"tensor_parallel": int | None}
     kinds |= {name: kind for name, kind in settings.items() if name not in (*RENAMED, *OF_PROXIES)}
     values = {name: converted(name, value, kinds) for name, value in given.items()}
 
@@ -169,7 +158,7 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Scale, Service]:
         return {name: values.pop(name) for name in names if values.get(name) is not None}
 
     scale = Scale(**taken([one.name for one in fields(Scale)]))
-    load, config = taken(LOAD), GraphConfig(**taken(GRAPH))
+    load, config = taken(LOAD), GraphConfig(**taken((*GRAPH, "cost")))
     values.setdefault("grace", values.get("deadline", ServerSettings.deadline))  # replicas leave often
     return scale, service_of(load, config, **values)
 
@@ -199,16 +188,14 @@ class Replica:
 
     async def __init__(self, service: Service) -> None:  # type: ignore[misc]  # Serve waits for it
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._settings = service.settings
-        self._log = logging_to_stderr(service.settings)
-        self._log.__enter__()
+        self._settings, self._open = service.settings, contextlib.AsyncExitStack()
+        self._open.enter_context(logging_to_stderr(service.settings))
         self._name = serve.get_replica_context().replica_id.unique_id
         tokenizer = await asyncio.to_thread(served_tokenizer, service.target)
         self._engine = Engine(engine_command(service.engine_options), service.settings)
         self._app = create_app(service.settings, self._engine, tokenizer, behind_door=True)
-        self._lifespan = self._app.router.lifespan_context(self._app)
         self._under_way: dict[Exchange, asyncio.Task[None]] = {}
-        await self._lifespan.__aenter__()
+        await self._open.enter_async_context(self._app.router.lifespan_context(self._app))
         while self._engine.ready is None:
             if self._engine.failed_to_start is not None:
                 raise DraftGraphError(self._engine.failed_to_start)
@@ -245,7 +232,7 @@ class Replica:
             raise DraftGraphError(f"there has been no engine for {self._settings.silence:g} seconds")
 
     async def __del__(self) -> None:  # Serve waits for it
-        await self._lifespan.__aexit__(None, None, None)
+        await self._open.aclose()
 
 
 class Exchange:
@@ -307,6 +294,8 @@ def door(settings: ServerSettings, keys: Keys) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with logging_to_stderr(settings):
+            if keys.let_all_in:
+                logger.warning("there are no API keys: everybody who can reach Serve's proxies may ask")
             watch = asyncio.create_task(follow_keys(keys, settings.key_file))
             yield
             watch.cancel()
@@ -369,23 +358,30 @@ class PassOn:
 
     async def _try(self, asked: Asked, reply: Reply) -> set[str]:
         """The replica that took it, if any did."""
-        taken: Taken | None = None
+        taken: set[str] = set()
         answer: DeploymentResponseGenerator[Any] = self._answer.remote(asked)  # type: ignore[assignment]  # as asked
         try:
-            async with asyncio.timeout(PLACE_SECONDS):
-                taken = first = await anext(answer)
+            first = await in_time(anext(answer))
+            taken.add(first.server)
             if not first.is_away:
                 reply.taken_by(first.server)
                 async for batch in answer:
                     await reply.send(batch)
-        except TimeoutError as error:
-            raise failure("engine", "no replica has taken the request: try again later") from error
         except (RayError, RayServeException) as error:
-            logger.warning("replica %s failed: %s", "" if taken is None else taken.server, type(error).__name__)
+            logger.warning("replica %s failed: %s", *(taken or {"unknown"}), type(error).__name__)
             await reply.break_off(failure("engine", "the replica that answered failed: try again later"))
         finally:
-            answer.cancel()
-        return set() if taken is None else {taken.server}
+            if not reply.is_complete:
+                answer.cancel()
+        return taken
+
+
+async def in_time(taken: Awaitable[Taken]) -> Taken:
+    try:
+        async with asyncio.timeout(PLACE_SECONDS):
+            return await taken
+    except TimeoutError as error:
+        raise failure("engine", "no replica has taken the request: try again later") from error
 
 
 class Reply:
