@@ -15,7 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 DOCS = Path(__file__).parent
-DOCUMENTS = (DOCS.parent / "README.md", DOCS / "speed.md", DOCS / "draft.md")
+DOCUMENTS = (DOCS.parent / "README.md", DOCS / "speed.md", DOCS / "draft.md", DOCS / "scaling.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TASKS = {
     "gsm8k": "gsm8k",
@@ -281,6 +281,76 @@ def draft() -> Iterator[str]:
     yield from table(["agreement", *DRAFT_COLUMNS.values()], lines)
 
 
+def capacity(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DOCS / "results" / "capacity" / file).read_text(encoding="utf-8"))
+    return found
+
+
+def kinds() -> dict[tuple[int, bool], str]:
+    """Of replicas: how many GPUs, and whether they draft."""
+    names = {ranks: f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in (1, 2, 4)}
+    return {
+        (ranks, drafts): f"{name}, `{('off', 'auto')[drafts]}`" for ranks, name in names.items() for drafts in (0, 1)
+    }
+
+
+def plan() -> Iterator[str]:
+    """GPUs for so many users."""
+    found: dict[tuple[str, int], dict[tuple[int, bool], int | None]] = {}
+    for one in capacity("plan.json")["plan"]:
+        key = f"{one['target']['per_token'] * 1e3:g} ms a token", one["users"]
+        found.setdefault(key, {})[one["ranks"], one["drafts"]] = one["gpus"]
+    lines = [
+        [target, f"{users:,}", *("-" if gpus[kind] is None else f"{gpus[kind]:,}" for kind in kinds())]
+        for (target, users), gpus in found.items()
+    ]
+    yield from table(["users", *kinds().values()], lines)
+
+
+def planned() -> Iterator[str]:
+    """What those GPUs give 1,000 users."""
+    lines = []
+    for one in capacity("plan.json")["plan"]:
+        if one["users"] == 1_000 and one["gpus"] is not None:
+            got, kind = one["outcome"], kinds()[one["ranks"], one["drafts"]]
+            times = [f"{got[name] * 1e3:.{digits}f}" for name, digits in (("wait", 0), ("per_token", 1))]
+            more = [f"{got['median_per_token'] * 1e3:.1f}", f"{got['hits']:.0%}"]
+            lines.append([f"{one['target']['per_token'] * 1e3:g} ms, {kind}", str(one["gpus"]), *times, *more])
+    header = ["GPUs", "first token, 99%, ms", "per token, 99%, ms", "median", "of prompts known"]
+    yield "What these give 1,000 users:\n"
+    yield from table(header, lines)
+
+
+def routing() -> Iterator[str]:
+    lines = []
+    for one in capacity("plan.json")["routing"]:
+        got = one["outcome"]
+        times = [f"{got[name] * 1e3:.{digits}f}" for name, digits in (("wait", 0), ("per_token", 1))]
+        where = "to its pages" if one["by_conversation"] else "to the less busy of two"
+        lines.append([f"{where}, {one['slots']:,} slots", f"{got['hits']:.0%}", *times])
+    yield from table(["of prompts known", "first token, 99%, ms", "per token, 99%, ms"], lines)
+
+
+def foreseen() -> Iterator[str]:
+    found = capacity("plan.json")["check"]
+    rows = [[name, *(f"{one[name]:,.0f}" for one in found)] for name in ("measured", "predicted")]
+    off = [f"{one['predicted'] / one['measured'] - 1:+.0%}" + " (fitted)" * one["fitted"] for one in found]
+    header = [f"{one['texts']} client{'s' * (one['texts'] > 1)}" for one in found]
+    yield from table(header, [[f"tokens per second, {name}", *rest] for name, *rest in rows] + [["", *off]])
+
+
+def checked() -> Iterator[str]:
+    lines = []
+    for load in capacity("check.json")["loads"]:
+        for world in ("measured", "predicted"):
+            got = load[world]
+            times = [f"{got[name] * 1e3:.{digits}f}" for name, digits in CHECKED.items()]
+            name = f"{load['rate']:g} requests a second, `{load['mode']}`, {world}"
+            lines.append([name, f"{got['tokens per second']:.0f}", *times])
+    yield from table(["tokens per second", *(f"{name}, ms" for name in CHECKED)], lines)
+
+
+CHECKED = {"first token, mean": 0, "first token, 90%": 0, "per token, mean": 1, "per token, 90%": 1}
 BLOCKS: dict[str, Callable[[], Iterator[str]]] = {
     "gain": gain,
     "overview": overview,
@@ -292,6 +362,11 @@ BLOCKS: dict[str, Callable[[], Iterator[str]]] = {
     "large": large,
     "load": load,
     "draft": draft,
+    "plan": plan,
+    "planned": planned,
+    "routing": routing,
+    "foreseen": foreseen,
+    "checked": checked,
 }
 
 

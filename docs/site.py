@@ -20,7 +20,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "examples/README.md": "examples/index.md",
 } | {name: name.removesuffix("ipynb") + "md" for name in NOTEBOOKS}
-ASSETS = ("Dockerfile", "mkdocs.yml", "benchmarks/lm_eval/gsm8k_local.yaml", *NOTEBOOKS)  # that pages link to
+SCALING = [f"examples/scaling/{name}" for name in ("kubernetes.yaml", "nginx.conf", "ray.yaml")]
+ASSETS = ("Dockerfile", "mkdocs.yml", "benchmarks/lm_eval/gsm8k_local.yaml", *SCALING, *NOTEBOOKS)  # that pages link to
 LINK = re.compile(r'(\]\(|(?:src|srcset)=")([^)"#\s]+)')
 
 
