@@ -23,9 +23,9 @@ from rank_tools import FAMILIES, MODES, NEW_TOKENS, RANKS, STYLES, children, end
 from serve_tools import wait_until
 from transformers import LlamaConfig
 
-from draftgraph.cli.serve import DEFAULT_NAME
 from draftgraph.engine.messages import packed, unpacked
 from draftgraph.engine.sharding import attention_is_whole, plan_for
+from draftgraph.serve.service import DEFAULT_NAME
 
 WITHIN = 30.0  # seconds, in which all ranks end when one has ended or hangs
 ALONE = """
