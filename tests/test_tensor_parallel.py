@@ -264,5 +264,7 @@ def test_a_server_ends_answers_and_comes_back_when_a_rank_is_killed_or_hangs(def
                 wait_until(lambda: server.is_ready, 300)
                 assert server.answer() == answer and not set(server.ranks) & set(ranks)
     finally:
+        left = [one for engine in children(server.process.pid) for one in (engine, *children(engine))]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) in (0, -signal.SIGTERM)
+        wait_until(lambda: not any(map(is_running, left)), WITHIN)

@@ -15,10 +15,9 @@ from draftgraph import errors
 from draftgraph.engine.adapters import Adapters, LowRank
 from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.leading import ENGINES
-from draftgraph.engine.pages import OutOfPages
 from draftgraph.engine.protocol import Segment
-from draftgraph.engine.ranks import FUNCTIONS, Ranks, ranks_of
-from draftgraph.errors import DraftGraphError, UnsupportedModelError, UsageError, one_line
+from draftgraph.engine.ranks import ALIKE, FUNCTIONS, Ranks, ranks_of
+from draftgraph.errors import DraftGraphError, one_line
 
 Found = TypeVar("Found")
 Load = Callable[[dict[str, Any]], Any]  # a model, by the arguments of `load_model`
@@ -68,7 +67,7 @@ class Follower:
             try:
                 with self.ranks.computing():
                     getattr(self, f"_{kind}")(*given)
-            except (OutOfPages, UnsupportedModelError, UsageError):
+            except ALIKE:
                 pass  # rank 0 has the same, and sees to it
 
     # What rank 0 tells: see `Ranks.telling`

@@ -66,8 +66,8 @@ class LeadEngine(Led):
         self.adapters = adapters
 
     def read_states(self, reads: tuple[int, ...]) -> None:
-        """They are the same on all ranks: this one reads its own."""
-        self.inner.read_states(reads)
+        with self.group.telling("ask", self.number, "read_states", reads, now=False):
+            self.inner.read_states(reads)
 
     def run(self, segments: Sequence[Segment]) -> list[PassResult]:
         self.wait()  # so that a pass that never ends is noticed where passes are only launched

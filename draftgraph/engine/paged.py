@@ -168,9 +168,9 @@ class PagedEngine:
         self._borrow()
 
     def read_states(self, reads: tuple[int, ...]) -> None:
-        if reads != self._taps.reads:
-            self._taps = Taps(self.model, reads)
-            self.left = memory_for(self.model, reads, NODES[-1]) if self.captured and reads else None
+        if tuple(reads) != self._taps.reads:
+            self._taps = Taps(self.model, tuple(reads))
+            self.left = memory_for(self.model, tuple(reads), NODES[-1]) if self.captured and reads else None
             self._forget_passes()
             self._borrow()
 

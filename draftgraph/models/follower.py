@@ -40,15 +40,22 @@ class Lifeline:
         with contextlib.suppress(OSError):
             self._line.sendall(f"{text}\n".encode())
 
+    def _heard(self) -> str:
+        """Nothing when rank 0 has ended."""
+        try:
+            return self._line.recv(1 << 16).decode()
+        except OSError:
+            return ""
+
     def run(self) -> None:
         """In a thread: ends this process when rank 0 has ended or is silent."""
         silent, last = 0.0, time.monotonic()
         while True:
             if select.select([self._line], [], [], BEAT)[0]:
-                content = self._line.recv(1 << 16)
+                content = self._heard()
                 if not content:
                     self.end(0)
-                self._sign, silent = content.decode().split("\n")[-2], 0.0
+                self._sign, silent = content.split()[-1], 0.0
             now = time.monotonic()
             if now - last >= BEAT:
                 silent, last = silent + min(now - last, 2 * BEAT), now  # time that this one was stopped does not count

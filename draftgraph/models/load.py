@@ -91,12 +91,15 @@ def load_model(
 
 def load_split(ranks: Ranks, source: str, options: dict[str, Any]) -> PreTrainedModel:
     """Every rank loads its part: each in a script that torchrun started, else followers are told to."""
+    from draftgraph.engine.messages import packed
+
     if not ranks.scripted:
         told = {name: str(one).removeprefix("torch.") if name == "dtype" else one for name, one in options.items()}
         try:
-            ranks.tell("load_model", {"source": source, "options": told})
+            packed(told)
         except TypeError as error:
             raise UsageError(f"{error}: start the script with torchrun in place of tensor_parallel") from error
+        ranks.tell("load_model", {"source": source, "options": told})
     return load_part(ranks, source, options)
 
 

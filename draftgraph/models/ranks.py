@@ -127,10 +127,13 @@ class Watch:
         passed, self.last = min(now - self.last, 2 * BEAT), now  # time that this process was stopped does not count
         for one in self.followers:
             with suppress(OSError):
-                one.line.send(f"{self.sign}\n".encode())
+                one.line.send(f"{self.sign} ".encode())
             one.silent += passed
             if self.sign != ALIVE and one.silent > SILENCE:
                 self.lose(f"rank {one.rank} of {self.ranks.size} has been silent for {SILENCE:.0f} seconds")
+        if self.ranks.lost is not None and self.lost_since is None:  # what this rank has noticed by itself
+            self.lost_since = now
+            self.kill()
         since = self.ranks.waits_since
         if since is not None and now - since > LATE:
             self.lose(f"a pass of {self.ranks.size} ranks has not ended in {LATE:.0f} seconds")
