@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -294,6 +295,11 @@ def kinds() -> dict[tuple[int, bool], str]:
     }
 
 
+def shown(gpus: Any) -> str:
+    """None: no number of them is enough."""
+    return "none" if gpus is None else f"{gpus:,}" if isinstance(gpus, int) else str(gpus)
+
+
 def plan() -> Iterator[str]:
     """GPUs for so many users."""
     found: dict[tuple[str, int], dict[tuple[int, bool], int | None]] = {}
@@ -301,24 +307,10 @@ def plan() -> Iterator[str]:
         key = f"{one['target']['per_token'] * 1e3:g} ms a token", one["users"]
         found.setdefault(key, {})[one["ranks"], one["drafts"]] = one["gpus"]
     lines = [
-        [target, f"{users:,}", *("-" if gpus[kind] is None else f"{gpus[kind]:,}" for kind in kinds())]
+        [target, f"{users:,}", *map(shown, map(gpus.get, kinds(), repeat("not run")))]
         for (target, users), gpus in found.items()
     ]
     yield from table(["users", *kinds().values()], lines)
-
-
-def planned() -> Iterator[str]:
-    """What those GPUs give 1,000 users."""
-    lines = []
-    for one in capacity("plan.json")["plan"]:
-        if one["users"] == 1_000 and one["gpus"] is not None:
-            got, kind = one["outcome"], kinds()[one["ranks"], one["drafts"]]
-            times = [f"{got[name] * 1e3:.{digits}f}" for name, digits in (("wait", 0), ("per_token", 1))]
-            more = [f"{got['median_per_token'] * 1e3:.1f}", f"{got['hits']:.0%}"]
-            lines.append([f"{one['target']['per_token'] * 1e3:g} ms, {kind}", str(one["gpus"]), *times, *more])
-    header = ["GPUs", "first token, 99%, ms", "per token, 99%, ms", "median", "of prompts known"]
-    yield "What these give 1,000 users:\n"
-    yield from table(header, lines)
 
 
 def routing() -> Iterator[str]:
@@ -363,7 +355,6 @@ BLOCKS: dict[str, Callable[[], Iterator[str]]] = {
     "load": load,
     "draft": draft,
     "plan": plan,
-    "planned": planned,
     "routing": routing,
     "foreseen": foreseen,
     "checked": checked,

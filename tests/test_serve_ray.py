@@ -374,13 +374,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    others = psutil.Process().children(recursive=True)  # servers and interpreters of other tests
     with tempfile.TemporaryDirectory(prefix="ray") as place:  # a short path, for Ray's sockets
         try:
             ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, _temp_dir=place)
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield f"http://127.0.0.1:{port}"
         finally:
-            processes = psutil.Process().children(recursive=True)
+            processes = [one for one in psutil.Process().children(recursive=True) if one not in others]
             serve.shutdown()
             ray.shutdown()
             _, left = psutil.wait_procs(processes, timeout=30)
