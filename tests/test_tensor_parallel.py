@@ -67,7 +67,7 @@ def test_every_mode_and_batch_on_two_ranks_gives_the_tokens_of_off_on_them(found
         for mode in MODES:
             assert found[family]["alone"][f"{mode} {style}"] == plain, (mode, style)
             assert found[family]["together"][style][mode] == plain, (mode, style)
-    assert len(set(plain)) > 3 and found[family]["accepted"] > NEW_TOKENS
+    assert len(set(plain)) > 2 and found[family]["accepted"] > NEW_TOKENS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
