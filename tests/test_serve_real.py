@@ -36,6 +36,14 @@ class RealServer(LiveServer):
         engine = [sys.executable, str(Path(__file__).with_name("faulty_engine.py")), json.dumps(options)]
         super().__init__(engine, model_name="tiny", **settings)
 
+    def order(self, fault: str) -> None:
+        if fault == "kill":
+            os.kill(self.engine.process_id, signal.SIGKILL)
+            return self.orders.unlink()
+        whole = self.orders.with_suffix(".new")
+        whole.write_text(fault)
+        whole.replace(self.orders)  # never read half written
+
     def wait_until_ready(self) -> None:
         serve_tools.wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, 120)
 
@@ -166,11 +174,13 @@ class TestOpenAIsClient:
             server.asks(max_tokens=100000)
 
 
-async def sixteen_streams(server, order) -> list[str | BaseException]:
+async def sixteen_streams(server, fault) -> list[str | BaseException]:
+    """How they end if the fault comes when all of them have begun."""
+    server.order("slow")  # none ends before the last has begun
+    begun = asyncio.Barrier(17)
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     async def read(number: int) -> str:
-        text = ""
         stream = await client.completions.create(
             model="tiny",
             prompt=f"{PROMPT} {number}",
@@ -179,14 +189,16 @@ async def sixteen_streams(server, order) -> list[str | BaseException]:
             stream=True,
             extra_body={"ignore_eos": True},
         )
+        text = (await anext(stream)).choices[0].text
+        await begun.wait()
         async for chunk in stream:
             text += chunk.choices[0].text
         return text
 
     streams = [asyncio.create_task(read(number)) for number in range(16)]
-    while server.figures()["draftgraph_running"] < 16:
-        await asyncio.sleep(0.02)
-    order()
+    async with asyncio.timeout(60):
+        await begun.wait()
+    server.order(fault)
     return await asyncio.gather(*streams, return_exceptions=True)
 
 
@@ -198,14 +210,7 @@ class TestFaults:
     @pytest.mark.parametrize("fault", ["kill", "cuda"])
     def test_a_dead_engine_ends_every_stream_with_an_error(self, server, pair, fault):
         before = server.engine.process_id
-
-        def order():
-            if fault == "kill":
-                os.kill(before, signal.SIGKILL)
-            else:
-                server.orders.write_text("cuda")
-
-        ends = asyncio.run(sixteen_streams(server, order))
+        ends = asyncio.run(sixteen_streams(server, fault))
         word = "signal 9" if fault == "kill" else "CUDA error"
         assert all(isinstance(end, openai.APIError) and word in str(end) for end in ends), ends
         self.right_again(server, pair)
@@ -213,7 +218,7 @@ class TestFaults:
 
     def test_out_of_memory_ends_one_stream_alone(self, server, pair):
         before = server.engine.process_id
-        ends = asyncio.run(sixteen_streams(server, lambda: server.orders.write_text("memory")))
+        ends = asyncio.run(sixteen_streams(server, "memory"))
         failed = [end for end in ends if isinstance(end, BaseException)]
         assert len(failed) == 1 and "memory" in str(failed[0])
         whole = plain(pair, f"{PROMPT} 0", 400, do_sample=False)
