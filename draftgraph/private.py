@@ -167,29 +167,3 @@ def set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) ->
     if not hasattr(module, "_parameters"):
         raise MissingNameError("torch.nn.Module._parameters")
     module._parameters = dict(parameters)
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often it was written into. Tensors of `torch.inference_mode` do not count that, nor would any without the
-    name: then only where it lies and a sample of it tell that it has changed."""
-    return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
-
-
-def packs_linear_weights() -> bool:
-    """Whether oneDNN computes products with weights in a layout of its own; without its names here: no."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    try:
-        product = packed_product(torch.ones(2, 32), packed_weight(torch.ones(32, 32), 2))
-    except (AttributeError, RuntimeError):
-        return False
-    return bool((product == 32).all())
-
-
-def packed_weight(weight: Tensor, rows: int) -> Tensor:
-    """In the layout that oneDNN computes so many rows in."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)  # type: ignore[no-any-return]
-
-
-def packed_product(rows: Tensor, packed: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")  # type: ignore[no-any-return]

@@ -84,7 +84,7 @@ def test_what_is_found_in_a_model_does_not_depend_on_other_threads() -> None:
     model, layers = target_of("llama"), large_layers()
 
     def found() -> list[int]:
-        return [len(Fusions(model, kinds=("cpu",))._forwards), len(NarrowLinears(layers)._modules)]
+        return [len(Fusions(model, kinds=("cpu",))._forwards), len(NarrowLinears(layers)._forwards)]
 
     expected = found()
     with ThreadPoolExecutor(1) as pool:

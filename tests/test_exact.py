@@ -6,25 +6,33 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, target_of
+from families import FAMILIES, MORE_FAMILIES, VOCAB, perturbed, target_of
 from kernel_tools import in_one_order
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftgraph.engine.selfcheck as selfcheck
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Limits, Scheduler
+from draftgraph.cost import FlatCost
 from draftgraph.engine import attention, paged
 from draftgraph.engine.selfcheck import bit_difference, has_order, inexactness
 from draftgraph.errors import UnsupportedModelError
+from draftgraph.kernels import attention as attention_kernels
+from draftgraph.kernels import rows
 from draftgraph.pair import Pair
 from draftgraph.stats import Stats
 
 PROMPT = torch.arange(1, 9)[None] % VOCAB
+OWN_ATTENTION = {"bloom", "gptj", "llama4"}  # computed by code of their own
+GRAPH = GraphConfig(mode="graph", k=8, tau=1, theta_prob=0.02, theta_sib=0.05)
+EAGER_AUTO = GraphConfig(cost=FlatCost(0.0), tau=1)
 
 
 def of_modules(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> Any:
-    """A model whose passes are those of its modules: libraries choose the order of sums by the rows of a pass."""
-    monkeypatch.setattr(paged, "program_of", lambda model: None)
+    """A model whose passes are those of its modules, where libraries choose the order of sums by the rows of a pass."""
+    monkeypatch.setattr(paged, "program_of", lambda *_: None)
+    monkeypatch.setattr(rows, "REPLACED", {})
+    monkeypatch.setattr(attention_kernels, "is_plain", lambda *_: False)
     return target_of("llama").to(dtype)
 
 
@@ -48,6 +56,29 @@ def test_a_fault_in_one_width_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inexactness(target_of("llama")) is None
     monkeypatch.setattr(paged.Program, "__call__", faulty)
     assert "a pass over 33 nodes" in (inexactness(target_of("llama")) or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES} - OWN_ATTENTION))
+@pytest.mark.filterwarnings("ignore:.*cannot take a token tree")
+def test_on_a_cpu_rows_of_every_family_are_summed_by_themselves(family: str, dtype: torch.dtype) -> None:
+    assert inexactness(target_of(family, dtype=dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "falcon", "mixtral", "deepseek_v3"])
+def test_half_precision_keeps_the_promise(family: str, dtype: torch.dtype) -> None:
+    target = target_of(family, dtype=dtype)
+    draft = perturbed(target, 0.2)
+    sampled = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0, "seed": 5}
+    for style in ({}, sampled):
+        plain, *others = (
+            GraphDecoder(target, draft, config=config).generate(PROMPT, max_new_tokens=32, **style)
+            for config in (GraphConfig(mode="off"), GraphConfig(mode="chain"), GRAPH, EAGER_AUTO)
+        )
+        for other in others:
+            assert other.stats.exact and torch.equal(other.sequences, plain.sequences)
+            assert other.stats.mean_accepted_length > 1.2
 
 
 def test_half_precision_of_modules_is_told_once_and_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:

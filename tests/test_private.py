@@ -18,7 +18,6 @@ import draftgraph
 from draftgraph import private
 from draftgraph.engine.borrowing import Loan, borrowed_attention, configs_of
 from draftgraph.generation import prepare, refuse_fields
-from draftgraph.kernels import linear
 
 PROMPT = torch.tensor([[3, 1, 4]])
 NAMES = (
@@ -213,33 +212,6 @@ def test_a_process_group_waits_no_longer_than_it_is_told(gone: bool, monkeypatch
         assert seconds == (99 if gone else 7)
     finally:
         distributed.destroy_process_group()
-
-
-def test_versions_of_tensors() -> None:
-    tensor = torch.zeros(3)
-    before = private.version_of(tensor)
-    tensor.add_(1)
-    assert private.version_of(tensor) > before
-    with torch.inference_mode():
-        assert private.version_of(torch.zeros(3)) == 0
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
-def test_packed_weights() -> None:
-    assert private.packs_linear_weights()
-    rows, weight = torch.randn(3, 40), torch.randn(50, 40)
-    torch.testing.assert_close(private.packed_product(rows, private.packed_weight(weight, 8)), rows @ weight.T)
-
-
-@pytest.mark.parametrize("name", ["packed_weight", "packed_product"])
-def test_nothing_is_packed_without_onednns_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*given: Any) -> Any:
-        return torch.ops.mkldnn._no_such_operation(*given)
-
-    monkeypatch.setattr(private, name, gone)
-    linear.has_onednn.cache_clear()
-    assert linear.packed not in linear.ways_for(4, [torch.ones(256, 256)])
-    linear.has_onednn.cache_clear()
 
 
 def test_nested_values() -> None:

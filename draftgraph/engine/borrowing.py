@@ -206,21 +206,18 @@ def other_forwards(lock: RLock, forwards: Forwards) -> Iterator[None]:
 
 
 class NarrowLinears:
-    """The large linear layers of a model, which take the best way while `borrowed`, if there are few rows. Of those
-    that are split over ranks the parts do, whatever the rows: see `LinearPart`."""
+    """The large linear layers of a model on a GPU, which take the best way while `borrowed`, if there are few rows. Of
+    layers that are split over ranks the parts do, whatever the rows: see `LinearPart`."""
 
-    def __init__(self, model: nn.Module, kinds: tuple[str, ...] = ("cpu", "cuda")) -> None:
+    def __init__(self, model: nn.Module, split_alone: bool = False) -> None:
         self._lock = pass_lock(model)
         with self._lock:
-            parts = [one for one in linear_parts(unwrapped(model)) if one.part.weight.device.type in kinds]
-            embeddings = [one for one in embedding_parts(unwrapped(model)) if one.module.weight.device.type in kinds]
+            parts, embeddings = linear_parts(unwrapped(model)), embedding_parts(unwrapped(model))
             found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_borrowable(module)]
             found += [one.part for one in parts if is_borrowable(one.part)]
         groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
-        for module in (module for module in found if module.weight.device.type in kinds):
+        for module in [] if split_alone else found:
             groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
-        self._modules = [module for group in groups.values() for module in group]
-        self._most = max((linear.WIDTHS[device.type][-1] for _, _, device in groups), default=0)
         products = {module: partial(product, group, module) for group in groups.values() for module in group}
         self._split: Forwards = [
             (vars(one.module), partial(one.compute, products.pop(one.part, one.plain))) for one in parts
@@ -228,20 +225,17 @@ class NarrowLinears:
         self._split += [(vars(one.module), one.compute) for one in embeddings]
         self._forwards: Forwards = [(vars(module), forward) for module, forward in products.items()]
 
-    def begin(self) -> None:
-        """Before a text: what was copied of weights must still be so."""
-        linear.forget_changed(module.weight for module in self._modules)
-
     def borrowed(self, rows: int) -> AbstractContextManager[None]:
         """For one pass over so many rows; it holds the model's lock also where they are too many to change anything."""
-        return other_forwards(self._lock, self._split + (self._forwards if rows <= self._most else []))
+        few = rows <= linear.WIDTHS[-1]
+        return other_forwards(self._lock, self._split + (self._forwards if few else []))
 
 
 def is_borrowable(module: nn.Linear) -> bool:
     """A plain layer whose product is worth choosing for."""
     weight = module.weight
     untouched = type(module) is nn.Linear and "forward" not in vars(module)
-    plain = type(weight) is nn.Parameter and weight.dtype in linear.DTYPES.get(weight.device.type, ())
+    plain = type(weight) is nn.Parameter and weight.device.type in linear.KINDS and weight.dtype in linear.DTYPES
     return untouched and plain and weight.numel() >= linear.SMALLEST
 
 
@@ -262,8 +256,6 @@ class ExactLinears:
         with self._lock:
             found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_half(module)]
         self._forwards: Forwards = [(vars(module), partial(exact_product, module)) for module in found]
-
-    def begin(self) -> None: ...
 
     def borrowed(self, rows: int) -> AbstractContextManager[None]:
         return other_forwards(self._lock, self._forwards)

@@ -22,7 +22,7 @@ from draftgraph.engine.protocol import PREFILL_CHUNK, PassResult, Segment
 from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.states import Taps, own_states
 from draftgraph.graph import Bools, Ints
-from draftgraph.kernels.packed import is_packed, still_torch
+from draftgraph.kernels.rows import rows_apart
 
 
 class EagerEngine:
@@ -40,8 +40,7 @@ class EagerEngine:
         self.switch = RopeSwitch.of(model)
         self.most = None if self.switch is None else 1  # the model remembers the length of the text that it last saw
         self.config = model.config.get_text_config(decoder=True)
-        self.linears = NarrowLinears(model, ("cpu",))
-        self.packed = is_packed(model)
+        self.linears = NarrowLinears(model, split_alone=True)
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
@@ -91,7 +90,6 @@ class EagerContext:
 
     def begin(self, length: int, reuse: bool) -> None:
         engine = self.engine
-        engine.linears.begin()
         known, self._adapters = self._adapters, adapters(engine.model)
         crosses = engine.switch is not None and max(length, len(self.text)) > engine.switch.boundary
         if not reuse or crosses or known != self._adapters:
@@ -199,7 +197,7 @@ class EagerContext:
         if given is not None:
             arguments["states"] = given[None]
         lent = engine.linears.borrowed(len(tokens)), engine.adapters.added(numbers), engine.taps.reading()
-        with still_torch(engine.packed), lent[0], lent[1], lent[2]:
+        with rows_apart(engine.device), lent[0], lent[1], lent[2]:
             out = engine.model(**arguments, past_key_values=self._cache, return_dict=True)
         self.scratch += len(tokens)
         return out.logits[0], own_states(out, engine.taps)

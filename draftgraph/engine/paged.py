@@ -53,7 +53,7 @@ from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.graph import WORD, Floats, Ints
 from draftgraph.kernels.attention import PagedPass
 from draftgraph.kernels.fused import MOVED_TOGETHER
-from draftgraph.kernels.packed import is_packed, still_torch
+from draftgraph.kernels.rows import rows_apart
 from draftgraph.kernels.sampling import MOST_KEPT, sample
 from draftgraph.notices import notice
 
@@ -115,9 +115,12 @@ class PagedEngine:
         self.pages = Pages(pages_for(slots or SMALLEST))
         self._grows = slots is None
         self._configs = configs_of(model)
-        grouped = self.device.type != "cuda" or model.dtype == torch.bfloat16  # else torch asks the host for sizes
-        # Our attention in place of the one that the user chose, and experts that can be captured.
-        self._lent = {"_attn_implementation": NAME} | ({} if grouped else {"_experts_implementation": "batched_mm"})
+        # Our attention in place of the one that the user chose, and experts that can be captured, or one by one.
+        self._lent = {"_attn_implementation": NAME}
+        if self.device.type == "cpu":
+            self._lent["_experts_implementation"] = "eager"
+        elif model.dtype != torch.bfloat16:  # torch asks the host for the sizes of groups
+            self._lent["_experts_implementation"] = "batched_mm"
         self._compiles, self._exact = compiled and not self.captured, exact
         self._program: Program | None = None
         self._borrow()
@@ -135,7 +138,6 @@ class PagedEngine:
         self._program = program_of(self.model, self.adapters) if self._compiles else None
         if self._program is not None:
             self._program.read_states(self._taps.reads)
-        self._packed = is_packed(self.model)
         self._linears = ExactLinears(self.model) if self._exact else NarrowLinears(self.model)
         self._fusions = Fusions(self.model)
         self._state = fingerprint(self.model)
@@ -183,7 +185,6 @@ class PagedEngine:
 
     def begin(self) -> None:
         """Before a text: are the weights still where recorded passes read them?"""
-        self._linears.begin()
         if self._state != fingerprint(self.model):
             self.weights += 1
             self._forget_passes()
@@ -384,7 +385,7 @@ class PagedEngine:
         attention = borrowed_attention(self.model, self._configs, self._lent)
         linears, added = self._linears.borrowed(tokens.shape[1]), self.adapters.added(adapters)
         read = {} if given is None else {"states": given[None]}
-        with still_torch(self._packed), self._fusions.borrowed(), attention, linears, added, self._taps.reading():
+        with rows_apart(self.device), self._fusions.borrowed(), attention, linears, added, self._taps.reading():
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,

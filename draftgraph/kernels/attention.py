@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftgraph.errors import UnsupportedModelError
 from draftgraph.graph import WORD as BITS
+from draftgraph.kernels.rows import is_plain, row_attention
 from draftgraph.kernels.triton_or_stub import available, tl, triton
 
 PAGE_SIZE = 16  # tokens of a page
@@ -141,6 +142,8 @@ def attend_view(
 ) -> Tensor:
     """The nodes of one sequence. # [1, nodes, heads, value size]"""
     mine, keys, values = query[:, :, view.nodes], view.of(key), view.of(value)
+    if is_plain(mine, keys, values):
+        return row_attention(mine, keys, values, view.seen, scale, softcap, sinks)
     if view.unseen is not None:  # 0 times what was never written is not always 0
         values = values.masked_fill(view.unseen[:, None], 0)
     if softcap is None and sinks is None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from draftgraph.compiled import compiled
 from draftgraph.graph import WORD
 from draftgraph.kernels.attention import PAGE_SIZE
+from draftgraph.kernels.rows import weigh
 from draftgraph.kernels.vectors import (
     FLOAT,
     FLOATS,
@@ -28,17 +29,12 @@ from draftgraph.kernels.vectors import (
     Code,
     address,
     everywhere,
-    exp,
-    larger,
-    largest,
-    load,
     load_number,
     load_whole,
     operation,
     store,
     store_number,
     store_whole,
-    total,
     whole,
 )
 
@@ -49,7 +45,6 @@ Counts: TypeAlias = NDArray[np.int32]
 # many there are behind them, and the end of the last one; then where these are.
 PATH_SEQUENCE, PATH_LENGTH, PATH_BEHIND, PATH_END, PATH_PLACES = range(0, 40, 8)
 TOGETHER = 4  # heads, pages or vectors of values
-NEVER = np.float32(-1e30)
 
 
 def compare_pages(pages: int) -> Any:
@@ -191,33 +186,6 @@ def compare(
         else:
             compare_one(places, query, size, out, scores_row, heads)
         page += count
-
-
-@compiled
-def weigh(scores: int, start: int, last: int, scale: np.float32, softcap: np.float32) -> None:
-    """Softmax of the scores from `start` to `last`; of the vectors at both ends all is written."""
-    first, factor = start // LANES * LANES, everywhere(scale)
-    for place in range(first, last, LANES):
-        found = load(scores + 4 * place) * factor
-        if softcap > 0:
-            cap, one, two = everywhere(softcap), everywhere(np.float32(1.0)), everywhere(np.float32(2.0))
-            found = cap * (one - two / (one + exp(found / cap * two)))
-        store(scores + 4 * place, found)
-    for place in range(first, start):
-        store_number(scores + 4 * place, NEVER)
-    for place in range(last, (last + LANES - 1) // LANES * LANES):
-        store_number(scores + 4 * place, NEVER)
-    most, sums = everywhere(NEVER), everywhere(np.float32(0.0))
-    for place in range(first, last, LANES):
-        most = larger(most, load(scores + 4 * place))
-    highest = everywhere(largest(most))
-    for place in range(first, last, LANES):
-        found = exp(load(scores + 4 * place) - highest)
-        store(scores + 4 * place, found)
-        sums = sums + found
-    whole = everywhere(total(sums))
-    for place in range(first, last, LANES):
-        store(scores + 4 * place, load(scores + 4 * place) / whole)
 
 
 @compiled

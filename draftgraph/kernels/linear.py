@@ -1,130 +1,43 @@
-"""Products of few rows with a large weight: the ways to compute them, and the choice of the quickest.
+"""Products of few rows with a large weight on a GPU: the ways to compute them, and the choice of the quickest.
 
-BLAS libraries are made for one row or for many: turned around or packed on a CPU, or with a kernel that only reads on
-a GPU, a few rows often take a fraction of the time. Which way is best is measured for every shape, on the model's own
-weights, and kept between starts.
+BLAS libraries are made for one row or for many: with a kernel that only reads, a few rows often take less time. Which
+way is best is measured for every shape, on the model's own weights, and kept between starts. On a CPU all products of
+plain weights are those of `rows`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from draftgraph import private
 from draftgraph.files import cache_dir, replacing
-from draftgraph.hardware import device_name, digest, free_memory
+from draftgraph.hardware import device_name, digest
 from draftgraph.kernels.triton_or_stub import compiles_for, tl, triton
 
 Way = Callable[[Tensor, Tensor], Tensor]  # rows [rows, in], weight [out, in] -> [rows, out]
 Record = Callable[[Callable[[], None], torch.device], Callable[[], Any]]  # makes a computation that is called again
 
-WIDTHS = {  # rows; in between, as the next
-    "cpu": (1, 2, 4, 6, 8, 12, 16, 24, 32),
-    "cuda": (16, 64),  # the kernel computes 16 rows at least: fewer take as long
-}
-DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16)}  # others are left to the library
-SAMPLE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one shape, read in turn: more than caches hold
+KINDS = ("cuda",)  # of devices
+WIDTHS = (16, 64)  # rows; in between, as the next: the kernel computes 16 rows at least, fewer take as long
+DTYPES = (torch.bfloat16, torch.float16)  # others are left to the library
+SAMPLE_BYTES = 256 << 20  # of one shape, read in turn: more than caches hold
 SMALLEST = 1 << 16  # numbers of a weight: smaller ones are not worth choosing for
 ROUNDS = 3
-GAIN = {"cpu": 1.1, "cuda": 1.03}  # what another way must be better by
-PACKED_SHARE = 0.25  # of the memory that is free: what packed copies of the weights of one shape may take
-PACKED_ROWS = 8  # that the packed layout is made for; it serves others as well
+GAIN = 1.03  # what another way must be better by
 SHARED_BYTES = 200 << 10  # of a multiprocessor, for what the kernel loads ahead
 
 
 def direct(rows: Tensor, weight: Tensor) -> Tensor:
     return linear(rows, weight)
-
-
-def turned(rows: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(weight, rows.t()).t().contiguous()
-
-
-def doubled(rows: Tensor, weight: Tensor) -> Tensor:
-    """One row beside an empty one: two are a matrix."""
-    if len(rows) != 1:
-        return turned(rows, weight)
-    pair = torch.cat([rows, torch.zeros_like(rows)])
-    return torch.mm(weight, pair.t())[:, 0].contiguous()[None]
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A packed weight, and what tells whether the weight is still the same.
-
-    Another tensor lies elsewhere, and whatever writes into this one counts its version up: training steps, loaded
-    state dictionaries. Only what is written through `weight.data` does not, as PEFT does to merge an adapter: of
-    that, all that changes whole rows or columns is found by the sample, single numbers are not.
-    """
-
-    packed: Tensor
-    place: int
-    version: int
-    sample: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Copy:
-        packed = private.packed_weight(weight, PACKED_ROWS)
-        return cls(packed, weight.data_ptr(), private.version_of(weight), sampled(weight))
-
-    def is_of(self, weight: Tensor) -> bool:
-        same = self.place == weight.data_ptr() and self.version == private.version_of(weight)
-        return same and torch.equal(self.sample, sampled(weight))
-
-
-_copies = WeakTensorKeyDictionary()
-
-
-def packed(rows: Tensor, weight: Tensor) -> Tensor:
-    """With a copy of the weight in the layout that oneDNN computes in, made when it is first asked for: there, up to a
-    dozen rows take hardly longer than one."""
-    copy = _copies.get(weight)
-    if copy is None:
-        copy = _copies[weight] = Copy.of(weight)
-    return private.packed_product(rows, copy.packed)
-
-
-def forget(weights: Iterable[Tensor]) -> None:
-    for weight in weights:
-        _copies.pop(weight, None)
-
-
-@torch.no_grad()
-def forget_changed(weights: Iterable[Tensor]) -> None:
-    """Weights may have been trained or merged since they were copied."""
-    forget([weight for weight in weights if (copy := _copies.get(weight)) is not None and not copy.is_of(weight)])
-
-
-def sampled(weight: Tensor) -> Tensor:
-    """The bits of a number of every row and of every column."""
-    return weight.detach().take(sampled_places(*weight.shape)).view(torch.int32)
-
-
-@lru_cache(64)
-def sampled_places(rows: int, columns: int) -> Tensor:
-    number = torch.arange(max(rows, columns))
-    return number % rows * columns + number % columns
-
-
-def can_be_packed(weights: list[Tensor]) -> bool:
-    size = sum(weight.numel() * weight.element_size() for weight in weights)
-    return has_onednn() and size <= PACKED_SHARE * free_memory()
-
-
-@cache
-def has_onednn() -> bool:
-    return private.packs_linear_weights()
 
 
 class Tiling(NamedTuple):
@@ -216,10 +129,8 @@ def skinny_linear(given: Tensor, weight: Tensor, bias: Tensor | None, tiling: Ti
 SKINNY: list[Way] = [partial(skinny_linear, bias=None, tiling=tiling) for tiling in TILINGS]
 
 
-def ways_for(rows: int, weights: list[Tensor]) -> list[Way]:
-    if weights[0].device.type != "cpu":
-        return [direct, *(SKINNY if compiles_for(weights[0].device) else ())]
-    return [direct, turned, *([doubled] if rows == 1 else []), *([packed] if can_be_packed(weights) else [])]
+def ways_for(device: torch.device) -> list[Way]:
+    return [direct, *(SKINNY if compiles_for(device) else ())]
 
 
 class Choices:
@@ -260,8 +171,7 @@ def read(file: Path) -> dict[str, str]:
 
 
 def file_of(device: torch.device) -> Path:
-    threads = torch.get_num_threads() if device.type == "cpu" else 0
-    return cache_dir() / "products" / f"{digest([device_name(device), torch.__version__, threads])}.json"
+    return cache_dir() / "products" / f"{digest([device_name(device), torch.__version__])}.json"
 
 
 CHOSEN: dict[tuple[Any, ...], Way] = {}
@@ -271,10 +181,10 @@ CHOICES = Choices()
 def way_for(rows: int, group: list[nn.Linear], record: Record) -> Way:
     """The quickest on this machine for weights of this shape, measured when it is first asked for."""
     weight = group[0].weight
-    width = next((width for width in WIDTHS[weight.device.type] if rows <= width), None)
+    width = next((width for width in WIDTHS if rows <= width), None)
     if width is None or not rows:
         return direct
-    key = (width, *weight.shape, weight.dtype, weight.device, torch.get_num_threads())
+    key = (width, *weight.shape, weight.dtype, weight.device)
     if key not in CHOSEN:
         CHOSEN[key] = known_or_quickest(width, [module.weight for module in group], record)
     return CHOSEN[key]
@@ -290,7 +200,7 @@ def known_or_quickest(rows: int, weights: list[Tensor], record: Record) -> Way:
     weight = weights[0]
     what = f"{rows} rows of {tuple(weight.shape)}, {weight.dtype}"
     name = CHOICES.get(weight.device, what)
-    known = {name_of(way): way for way in ways_for(rows, weights)} if name else {}
+    known = {name_of(way): way for way in ways_for(weight.device)} if name else {}
     if name not in known:
         way = quickest(rows, weights, record)
         CHOICES.put(weight.device, what, name_of(way))
@@ -304,21 +214,15 @@ def name_of(way: Way) -> str:
 
 @torch.no_grad()
 def quickest(rows: int, weights: list[Tensor], record: Record) -> Way:
-    """For so many rows and those down to the next width: some ways are slow at odd numbers."""
     weight = weights[0]
-    kind, ways = weight.device.type, ways_for(rows, weights)
-    fewest = 1 + max((width for width in WIDTHS[kind] if width < rows), default=rows - 1)
-    weights = weights[: max(1, SAMPLE_BYTES[kind] // (weight.numel() * weight.element_size()))]
-    times = [0.0] * len(ways)
-    for count in {fewest, rows} if kind == "cpu" else {rows}:
-        given = torch.ones((count, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        runs = [record(partial(all_products, way, given, weights), weight.device) for way in ways]
-        rounds = [[seconds(run, weight.device) for run in runs] for _ in range(ROUNDS)]
-        times = [time + min(taken) for time, taken in zip(times, zip(*rounds, strict=True), strict=True)]
+    ways = ways_for(weight.device)
+    weights = weights[: max(1, SAMPLE_BYTES // (weight.numel() * weight.element_size()))]
+    given = torch.ones((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    runs = [record(partial(all_products, way, given, weights), weight.device) for way in ways]
+    rounds = [[seconds(run, weight.device) for run in runs] for _ in range(ROUNDS)]
+    times = [min(taken) for taken in zip(*rounds, strict=True)]
     best = times.index(min(times))
-    if packed not in (ways[best], *CHOSEN.values()):
-        forget(weights)
-    return ways[best] if times[best] * GAIN[kind] < times[0] else direct
+    return ways[best] if times[best] * GAIN < times[0] else direct
 
 
 def all_products(way: Way, given: Tensor, weights: list[Tensor]) -> None:

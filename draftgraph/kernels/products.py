@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -19,14 +20,15 @@ from numpy.typing import NDArray
 from draftgraph.compiled import compiled
 from draftgraph.kernels.vectors import (
     BYTES,
+    DENSE,
     FLOAT,
     FLOATS,
+    HALF,
     HALVES,
     INT,
     INTS,
     LANES,
     LONG,
-    SHORTS,
     Code,
     absolute,
     address,
@@ -45,8 +47,10 @@ from draftgraph.kernels.vectors import (
 GROUP = 32  # inputs that share a scale and an offset
 MOST_ROWS, MOST_DENSE = 8, 4  # rows that go through a weight together: as many as there are registers for
 OUTPUTS_BESIDE = 4  # of a dense weight, computed together
+VECTORS_BESIDE = 4  # the same of one that lies turned, 16 outputs each
 AHEAD = 4096  # bytes of a weight that are fetched before they are needed
 ROW_BLOCK = 128  # rows that go through all weights together: as many as caches hold
+DTYPES = {torch.float32: 32, torch.bfloat16: 16, torch.float16: HALF}  # of dense weights, and their kinds
 KIND, ADDRESS, OUTPUTS, INPUTS, BIAS, BIAS_KIND = range(6)  # a weight, as compiled functions are told of it
 Bytes = NDArray[np.uint8]
 
@@ -152,8 +156,8 @@ def packed_tile(bits: int) -> Any:
 
 
 def dense_tile(bits: int, outputs: int) -> Any:
-    """So many outputs of up to MOST_DENSE rows, with weights in float32 or bfloat16."""
-    kind, width = (FLOATS, "v16f32") if bits == 32 else (SHORTS, "v16i16")
+    """So many outputs of up to MOST_DENSE rows, with weights in float32, bfloat16 or float16."""
+    kind = DENSE[bits]
 
     @operation(types.void, address, whole, address, whole, address, whole, whole)
     def multiply(
@@ -174,26 +178,16 @@ def dense_tile(bits: int, outputs: int) -> Any:
         weights = [b.add(weight, b.mul(weight_row, ir.Constant(LONG, output))) for output in range(outputs)]
         places = [b.add(given, b.mul(given_row, ir.Constant(LONG, row))) for row in range(rows)]
 
-        def wide(values: Any) -> Any:
-            if bits == 32:
-                return values
-            return b.bitcast(b.shl(b.zext(values, INTS), code.all(16, INTS)), FLOATS)
-
-        def first(place: Any, kind: Any, width: str, mask: Any) -> Any:
-            pointer, align = code.pointer(place, kind), ir.Constant(INT, bits // 8)
-            nothing = code.all(0.0 if kind is FLOATS else 0, kind)
-            return code.call(f"llvm.masked.load.{width}.p0", kind, pointer, align, mask, nothing)
-
         def add(step: Any, mask: Any = None) -> None:
             def at(place: Any, size: int) -> Any:
                 return b.add(place, b.mul(step, ir.Constant(LONG, LANES * size)))
 
             if mask is None:
                 xs = [code.load(at(place, 4), FLOATS, 4) for place in places]
-                ws = [wide(code.load(at(place, bits // 8), kind, bits // 8)) for place in weights]
+                ws = [code.floats(code.load(at(place, bits // 8), kind, bits // 8)) for place in weights]
             else:
-                xs = [first(at(place, 4), FLOATS, "v16f32", mask) for place in places]
-                ws = [wide(first(at(place, bits // 8), kind, width, mask)) for place in weights]
+                xs = [code.load_where(at(place, 4), FLOATS, mask) for place in places]
+                ws = [code.floats(code.load_where(at(place, bits // 8), kind, mask)) for place in weights]
             for w, by_row in zip(ws, sums, strict=True):
                 for x, found in zip(xs, by_row, strict=True):
                     b.store(code.fma(w, x, b.load(found)), found)
@@ -212,9 +206,47 @@ def dense_tile(bits: int, outputs: int) -> Any:
     return multiply
 
 
+def turned_tile(bits: int, vectors: int) -> Any:
+    """The first `count` of so many times 16 outputs of up to MOST_DENSE rows, with the weights of an input in a row."""
+    kind = DENSE[bits]
+
+    @operation(types.void, address, whole, whole, whole, address, whole, address, whole, whole)
+    def multiply(
+        code: Code, weight: Any, weight_row: Any, count: Any, inputs: Any, given: Any, given_row: Any, out: Any,
+        out_row: Any, rows: Any,
+    ) -> None:  # fmt: skip
+        def write(rows: int) -> None:
+            b = code.builder
+            sums = [[cgutils.alloca_once_value(b, code.all(0.0)) for _ in range(vectors)] for _ in range(rows)]
+            mask = code.lanes_below(b.sub(count, ir.Constant(LONG, LANES * (vectors - 1))))
+            with cgutils.for_range(b, inputs) as loop:
+                line, at = b.add(weight, b.mul(loop.index, weight_row)), b.mul(loop.index, ir.Constant(LONG, 4))
+                places = [code.plus(line, LANES * (bits // 8) * vector) for vector in range(vectors)]
+                held = [code.load(place, kind, bits // 8) for place in places[:-1]]
+                held = [code.floats(one) for one in (*held, code.load_where(places[-1], kind, mask))]
+                for row, by_vector in enumerate(sums):
+                    place = b.add(b.add(given, b.mul(given_row, ir.Constant(LONG, row))), at)
+                    number = code.all(code.load(place, FLOAT, 4))
+                    for one, found in zip(held, by_vector, strict=True):
+                        b.store(code.fma(number, one, b.load(found)), found)
+            for row, by_vector in enumerate(sums):
+                place = b.add(out, b.mul(out_row, ir.Constant(LONG, row)))
+                for vector, found in enumerate(by_vector):
+                    code.store_where(
+                        code.plus(place, 4 * LANES * vector), b.load(found), mask if vector == vectors - 1 else None
+                    )
+
+        code.cases(rows, range(1, MOST_DENSE + 1), write)
+
+    return multiply
+
+
 tile_4, tile_8 = packed_tile(4), packed_tile(8)
-tile_16, tile_32, single_16, single_32 = (
-    dense_tile(bits, outputs) for outputs in (OUTPUTS_BESIDE, 1) for bits in (16, 32)
+tile_16, tile_half, tile_32, single_16, single_half, single_32 = (
+    dense_tile(bits, outputs) for outputs in (OUTPUTS_BESIDE, 1) for bits in (16, HALF, 32)
+)
+turned_16, turned_half, turned_32, narrow_16, narrow_half, narrow_32 = (
+    turned_tile(bits, vectors) for vectors in (VECTORS_BESIDE, 1) for bits in (16, HALF, 32)
 )
 
 
@@ -252,21 +284,53 @@ def packed_product(
 def dense_product(
     weight: NDArray[np.int64], first: int, last: int, given: int, given_row: int, out: int, out_row: int, rows: int
 ) -> None:
-    inputs, full = weight[INPUTS], weight[KIND] == 32
+    inputs, kind = weight[INPUTS], weight[KIND]
     output = first
     while output < last:
-        place, several = weight[ADDRESS] + output * inputs * (weight[KIND] // 8), last - output >= OUTPUTS_BESIDE
+        place, several = weight[ADDRESS] + output * inputs * (kind // 8), last - output >= OUTPUTS_BESIDE
         for row in range(0, rows, MOST_DENSE):
             x, y, count = given + row * given_row, out + row * out_row + output * 4, min(rows - row, MOST_DENSE)
-            if several and full:
+            if several and kind == 32:
                 tile_32(place, inputs, x, given_row, y, out_row, count)
-            elif several:
+            elif several and kind == 16:
                 tile_16(place, inputs, x, given_row, y, out_row, count)
-            elif full:
+            elif several:
+                tile_half(place, inputs, x, given_row, y, out_row, count)
+            elif kind == 32:
                 single_32(place, inputs, x, given_row, y, out_row, count)
-            else:
+            elif kind == 16:
                 single_16(place, inputs, x, given_row, y, out_row, count)
+            else:
+                single_half(place, inputs, x, given_row, y, out_row, count)
         output += OUTPUTS_BESIDE if several else 1
+
+
+@compiled
+def turned_product(
+    weight: NDArray[np.int64], first: int, last: int, given: int, given_row: int, out: int, out_row: int, rows: int
+) -> None:
+    """The outputs `first`, of a whole tile, to `last` of all rows, with a weight of [inputs, outputs]."""
+    inputs, kind, width = weight[INPUTS], weight[KIND], weight[KIND] // 8
+    weight_row, output = weight[OUTPUTS] * width, first
+    while output < last:
+        several = last - output > LANES * (VECTORS_BESIDE - 1)
+        count = min(last - output, LANES * VECTORS_BESIDE if several else LANES)
+        place = weight[ADDRESS] + output * width
+        for row in range(0, rows, MOST_DENSE):
+            x, y, some = given + row * given_row, out + row * out_row + output * 4, min(rows - row, MOST_DENSE)
+            if several and kind == 32:
+                turned_32(place, weight_row, count, inputs, x, given_row, y, out_row, some)
+            elif several and kind == 16:
+                turned_16(place, weight_row, count, inputs, x, given_row, y, out_row, some)
+            elif several:
+                turned_half(place, weight_row, count, inputs, x, given_row, y, out_row, some)
+            elif kind == 32:
+                narrow_32(place, weight_row, count, inputs, x, given_row, y, out_row, some)
+            elif kind == 16:
+                narrow_16(place, weight_row, count, inputs, x, given_row, y, out_row, some)
+            else:
+                narrow_half(place, weight_row, count, inputs, x, given_row, y, out_row, some)
+        output += count
 
 
 @compiled

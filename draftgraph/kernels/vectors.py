@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -23,12 +23,14 @@ from draftgraph import noise
 from draftgraph.compiled import compiled
 
 LANES = 16
+HALF = 17  # what float16 is called beside 16, which is bfloat16, and 32
 PATIENCE = 20000  # looks at what another thread is going to change, about 0.2 milliseconds
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS, BYTES = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(BYTE, 4 * LANES)
 HALVES, BITS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(1), LANES)
 DOUBLES, LONGS = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(LONG, LANES)
 SHORTS, SMALL = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(BYTE, LANES)
+DENSE = {32: FLOATS, 16: SHORTS, HALF: HALVES}  # kinds of weights that are no packed ones
 
 
 class Vector(types.Type):
@@ -120,9 +122,31 @@ class Code:
             values, half = combine(lower, upper), half // 2
         return self.builder.extract_element(values, ir.Constant(INT, 0))
 
-    def cases(self, value: Any, numbers: range, write: Callable[[int], None]) -> None:
+    def load_where(self, address: Any, kind: Any, mask: Any) -> Any:
+        """16 numbers; 0 in lanes that are not in the mask, which are not read."""
+        name, align = {FLOATS: ("v16f32", 4), SHORTS: ("v16i16", 2), HALVES: ("v16f16", 2)}[kind]
+        nothing = self.all(0 if kind == SHORTS else 0.0, kind)
+        given = self.pointer(address, kind), ir.Constant(INT, align), mask, nothing
+        return self.call(f"llvm.masked.load.{name}.p0", kind, *given)
+
+    def store_where(self, address: Any, values: Any, mask: Any) -> None:
+        """16 numbers in float32, only those in the mask; None: all."""
+        if mask is None:
+            return self.store(address, values, 4)
+        given = values, self.pointer(address, FLOATS), ir.Constant(INT, 4), mask
+        self.call("llvm.masked.store.v16f32.p0", ir.VoidType(), *given)
+        return None
+
+    def floats(self, values: Any) -> Any:
+        """16 numbers in float32, of numbers in float32, bfloat16 or float16."""
+        if values.type == SHORTS:
+            return self.builder.bitcast(self.builder.shl(self.builder.zext(values, INTS), self.all(16, INTS)), FLOATS)
+        return self.builder.fpext(values, FLOATS) if values.type == HALVES else values
+
+    def cases(self, value: Any, numbers: Iterable[int], write: Callable[[int], None]) -> None:
         """Instructions for each of these numbers, of which those are run that `value` is; for others none."""
         b = self.builder
+        numbers = list(numbers)
         blocks, end = [b.append_basic_block() for _ in numbers], b.append_basic_block()
         choice = b.switch(value, end)
         for number, block in zip(numbers, blocks, strict=True):
@@ -190,14 +214,12 @@ def store(code: Code, place: Any, values: Any) -> None:
 @operation(vector, address, whole)
 def load_first(code: Code, place: Any, count: Any) -> Any:
     """The first lanes; 0 in the others, which are not read."""
-    pointer, mask, align = code.pointer(place, FLOATS), code.lanes_below(count), ir.Constant(INT, 4)
-    return code.call("llvm.masked.load.v16f32.p0", FLOATS, pointer, align, mask, code.all(0.0))
+    return code.load_where(place, FLOATS, code.lanes_below(count))
 
 
 @operation(types.void, address, vector, whole)
 def store_first(code: Code, place: Any, values: Any, count: Any) -> None:
-    pointer, mask, align = code.pointer(place, FLOATS), code.lanes_below(count), ir.Constant(INT, 4)
-    code.call("llvm.masked.store.v16f32.p0", ir.VoidType(), values, pointer, align, mask)
+    code.store_where(place, values, code.lanes_below(count))
 
 
 @operation(vector, vector, whole, number)
@@ -231,6 +253,15 @@ def load_short(code: Code, place: Any) -> Any:
     """A number in bfloat16."""
     b = code.builder
     return b.bitcast(b.shl(b.zext(code.load(place, ir.IntType(16), 2), INT), ir.Constant(INT, 16)), FLOAT)
+
+
+@operation(vector, address, whole, whole)
+def load_kind(code: Code, place: Any, count: Any, kind: Any) -> Any:
+    """The first so many of 16 numbers in float32, bfloat16 or float16 (32, 16, HALF), zeros behind them."""
+    b, mask = code.builder, code.lanes_below(count)
+    found = cgutils.alloca_once_value(b, code.all(0.0))
+    code.cases(kind, DENSE, lambda number: b.store(code.floats(code.load_where(place, DENSE[number], mask)), found))
+    return b.load(found)
 
 
 @operation(vector, number)
