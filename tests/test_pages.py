@@ -62,6 +62,15 @@ def test_what_somebody_reads_is_not_given_away():
     assert pages.known("", range(2 * PAGE)) == []
 
 
+def test_pages_that_others_hold_too_do_not_count_as_those_of_a_few():
+    pages = Pages(6)
+    shared, own, other = pages.take(2), pages.take(1), pages.take(3)
+    pages.hold(shared)
+    assert pages.held_by([[*shared, *own]]) == 1
+    assert pages.held_by([[*shared, *own], [*shared, *other]]) == 6
+    assert pages.held_by([]) == 0
+
+
 def test_another_tenant_knows_nothing():
     pages = Pages(4)
     held = pages.take(2)

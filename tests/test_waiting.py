@@ -228,6 +228,34 @@ class TestGivingWay:
         batch.step()
         assert not any(sequence.put_back for sequence in anna)
 
+    def batch_of_readers(self, decoder, texts, slots):
+        """Each begins to read when those before it are writing."""
+        batch, sequences = Batch(decoder, slots, 8), []
+        for place in range(texts):
+            sequences.append(made(decoder, 192, 100 + place, tenant="anna"))
+            batch.add(sequences[-1])
+            steps_until(batch, lambda: bool(sequences[-1].new_tokens))
+        return batch, sequences
+
+    def test_nobody_is_put_back_whose_pages_others_hold_too(self, decoder, monkeypatch):
+        monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")  # texts that begin alike share pages
+        batch, anna = self.batch_of_readers(decoder, texts=4, slots=512)
+        assert all(sequence.reused >= 160 for sequence in anna[1:])
+        bob = made(decoder, 350, 5, tenant="bob")  # all four have 768 tokens, but three of them would leave few pages
+        batch.add(bob)
+        batch.step()
+        assert not any(sequence.put_back for sequence in anna) and bob.overtaken == 0
+        steps_until(batch, lambda: bob.done)
+        assert bob.failure is None
+
+    def test_who_gave_way_does_not_take_the_room_back_before_it_is_used(self, decoder):
+        batch, anna = self.batch_of_readers(decoder, texts=2, slots=512)
+        bob = made(decoder, 220, 5, tenant="bob")
+        batch.add(bob)
+        steps_until(batch, lambda: bob.done)
+        assert [sequence.put_back for sequence in (*anna, bob)] == [0, 1, 0] and anna[1] not in batch.running
+        steps_until(batch, lambda: all(sequence.done for sequence in anna))
+
     def test_the_texts_of_one_key_are_those_of_one_tenant_whatever_they_reuse(self, decoder):
         pair = Pair(decoder.target_model, decoder.draft_model, None, GraphConfig(cost="flat"))
         scheduler = Scheduler(pair, Limits(texts=3, slots=4096))

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence as Several
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.paged import slot_bytes
 from draftgraph.engine.pages import PAGE, OutOfPages
+from draftgraph.engine.protocol import Engine
 from draftgraph.engine.ranks import rank_count
 from draftgraph.generation import context_window
 from draftgraph.hardware import free_memory
@@ -172,10 +174,14 @@ class Batch:
         sequence.begin_with_known()
 
     def _has_place(self, sequence: Sequence, without: Several[Sequence] = ()) -> bool:
-        """Nobody is let in to be sent away at once. `without`: these give up theirs."""
-        stay = len(self.running) - len(without)
-        needed = len(sequence.text) + sequence.config.nodes - sum(len(one.context.text) for one in without)
-        return stay == 0 or (stay < self.most and all(engine.has_room(needed) for engine in self.engines.all))
+        """Nobody is let in to be sent away at once, nor to send away others. `without`: these give up theirs."""
+        stay = [one for one in self.running if one not in without]
+        reading = sum(one.unread + one.config.nodes for one in stay if not one.began)
+        needed = len(sequence.text) + sequence.config.nodes + reading
+        return not stay or (
+            len(stay) < self.most
+            and all(engine.has_room(needed, contexts_in(engine, without)) for engine in self.engines.all)
+        )
 
     def _make_room(self, error: Exception) -> list[Sequence]:
         """The newest gives up its slots: for later, if others leave some then; else it has failed."""
@@ -195,6 +201,10 @@ class Batch:
         self.remove(sequence)
         sequence.put_back += 1
         self.waiting.put_back(sequence)
+
+
+def contexts_in(engine: Engine, sequences: Several[Sequence]) -> list[Any]:
+    return [context for one in sequences for context in one.contexts if context.engine is engine]
 
 
 def price_of_pass(sequences: Several[Sequence], nodes: int) -> float:

@@ -66,7 +66,7 @@ class EagerEngine:
 
     def wait(self) -> None: ...
 
-    def has_room(self, tokens: int) -> bool:
+    def has_room(self, tokens: int, without: Sequence[EagerContext] = ()) -> bool:
         return True
 
     def reserve(self, slots: int) -> None: ...

@@ -52,8 +52,8 @@ class LeadEngine(Led):
     def used(self) -> int:
         return self.inner.used  # type: ignore[no-any-return]
 
-    def has_room(self, tokens: int) -> bool:
-        return self.inner.has_room(tokens)  # type: ignore[no-any-return]
+    def has_room(self, tokens: int, without: Sequence[LeadContext] = ()) -> bool:
+        return self.inner.has_room(tokens, [context.inner for context in without])  # type: ignore[no-any-return]
 
     def open(self, tenant: str = "", adapter: int = 0) -> LeadContext:
         number = self.group.number()

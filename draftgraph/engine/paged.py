@@ -176,8 +176,9 @@ class PagedEngine:
             self._forget_passes()
             self._borrow()
 
-    def has_room(self, tokens: int) -> bool:
-        return self._grows or pages_for(tokens) <= self.pages.available
+    def has_room(self, tokens: int, without: Sequence[PagedContext] = ()) -> bool:
+        freed = self.pages.held_by(context.pages for context in without)
+        return self._grows or pages_for(tokens) <= self.pages.available + freed
 
     def reserve(self, slots: int) -> None:
         if self._grows and pages_for(slots) > self.pages.available:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -48,6 +48,11 @@ class Pages:
     def empty(self) -> bool:
         """Nobody holds a page, and none is kept for its tokens."""
         return bool(self._free.all())
+
+    def held_by(self, texts: Iterable[Sequence[int]]) -> int:
+        """Pages that nobody but these texts holds: so many become available when they leave theirs."""
+        held = Counter(page for pages in texts for page in pages)
+        return sum(self._holders[page] == count for page, count in held.items())
 
     def take(self, count: int, after: int | None = None, expected: int = 0) -> list[int]:
         """New pages, in a row behind page `after` where those are free; else where a text of so many would fit."""

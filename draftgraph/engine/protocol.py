@@ -262,8 +262,8 @@ class Engine(Protocol):
     def wait(self) -> None:
         """Until the last pass is done."""
 
-    def has_room(self, tokens: int) -> bool:
-        """For one more sequence of this length."""
+    def has_room(self, tokens: int, without: Sequence[Any] = ()) -> bool:
+        """For so many more tokens, once these contexts are closed."""
 
     def reserve(self, slots: int) -> None:
         """Room for so many tokens of all sequences together, if the pool grows: at once is better than bit by bit."""
