@@ -76,6 +76,17 @@ def test_one_that_was_overtaken_often_enough_keeps_all_others_waiting():
     assert queue.take(lambda _: True) is large
 
 
+def test_texts_of_tenants_that_have_nothing_running_overtake_it_only_so_often_too():
+    large, fitting = Waiter("anna", size=9), Waiter("anna", size=1)
+    queue, let_in = queue_of([large, fitting]), []
+    for number in range(OVERTAKEN + 1):
+        queue.add(Waiter(f"tenant {number}", size=1))
+        let_in.append(queue.take(lambda one: one.size < 5, running={"anna"}))
+    assert None not in let_in[:-1] and let_in[-1] is None
+    assert fitting.overtaken == 0  # it fits, but tenants that have nothing running come first
+    assert queue.take(lambda _: True, running={"anna"}) is large
+
+
 @given(seed=st.integers(0, 2**32), room=st.integers(10, 40), flood=st.integers(1, 6))
 def test_nobody_starves_however_many_come(seed, room, flood):
     """Texts of random sizes come without end and stay for random times."""
@@ -92,7 +103,7 @@ def test_nobody_starves_however_many_come(seed, room, flood):
         for one in [*watched[step : step + 1], *small]:
             queue.add(one)
         running = {one: left - 1 for one, left in running.items() if left > 1}
-        while (one := queue.take(fits)) is not None:
+        while (one := queue.take(fits, {one.tenant for one in running})) is not None:
             assert one.overtaken <= OVERTAKEN
             let_in.add(one)
             running[one] = draw.randint(1, 20)

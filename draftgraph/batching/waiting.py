@@ -15,7 +15,7 @@ LOOKED_AT = 64  # sequences at a time, for one that fits
 class Waiting:
     """Tenants take turns, those first that have nothing running, and the sequences of one tenant come in the order of
     their arrival. One that does not fit may be overtaken by others that do, but only so often: from then on all wait
-    until it is in."""
+    until it is in, also those of tenants that have nothing running."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Sequence]] = {}  # by tenant, in turn
@@ -42,20 +42,19 @@ class Waiting:
 
     def order(self, running: Collection[str] = ()) -> list[Sequence]:
         """The next, while texts of these tenants are running."""
-        return sorted(islice(self, LOOKED_AT), key=lambda sequence: sequence.tenant in running)
+        return sorted(islice(self, LOOKED_AT), key=lambda one: one.tenant in running and one.overtaken < OVERTAKEN)
 
     def take(self, fits: Callable[[Sequence], bool], running: Collection[str] = ()) -> Sequence | None:
         """The next that fits, if it may be let in before those that do not."""
-        passed: list[Sequence] = []
-        for sequence in self.order(running):
+        order, in_turn = self.order(running), list(islice(self, LOOKED_AT))
+        for place, sequence in enumerate(order):
             if fits(sequence):
-                for other in passed:
-                    other.overtaken += 1
+                for other in {*order[:place], *in_turn[: in_turn.index(sequence)]}:
+                    other.overtaken += not fits(other)
                 self._end_turn(sequence)
                 return sequence
             if sequence.overtaken >= OVERTAKEN:
                 return None
-            passed.append(sequence)
         return None
 
     def _end_turn(self, sequence: Sequence) -> None:
