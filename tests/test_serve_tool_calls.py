@@ -365,6 +365,22 @@ class TestForcedCalls:
                 written |= arguments.keys()
         assert written >= set(EVERY_KIND["required"])
 
+    @pytest.mark.parametrize("family", ["qwen3_coder", "deepseek_v32"])
+    @pytest.mark.parametrize(
+        "schema",
+        [{"type": "string", "enum": None}, {"enum": 5}, {"type": {"a": 1}}, {"type": [{"a": 1}]}, {"enum": {}}],
+    )
+    def test_a_malformed_schema_of_an_argument_is_refused_or_not_looked_at(self, family, schema):
+        formats = AnswerFormats(ServerSettings(), tokenizer_with(TEMPLATES[family]))
+        tools = [function("weather", {"properties": {"city": schema}}, strict=True), function("now")]
+        for use in (ToolUse.of(request(tools=tools)), ToolUse.of(request(tools=tools, tool_choice="required"))):
+            grammar = formats.grammar([], use, None)
+            with pytest.raises(UsageError, match="cannot be followed"):
+                matcher_of(grammar, vocabulary_of(formats._tokenizer, len(formats._tokenizer)))
+        text = CALLS[family].replace("Paris", "5").replace('string="true"', 'string="false"')
+        found = formats.parser([], ToolUse.of(request(tools=tools)), whole=True).push(text, last=True)
+        assert json.loads(found.calls[0].arguments)["city"] in (5, "5")
+
     @pytest.mark.parametrize("family", ["pythonic", "qwen3_coder", "deepseek_v4"])
     def test_what_a_form_cannot_follow_beside_the_arguments_is_refused_by_name(self, family):
         formats = AnswerFormats(ServerSettings(), tokenizer_with(TEMPLATES[family]))

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import regex
 from pydantic_core import from_json
@@ -281,14 +281,14 @@ class Value:
         texts: list[str] = []
         schemas: list[Any] = []
         for one in islice(alternatives(schema, definitions), MOST_KINDS):
-            limits = one.keys() - ANNOTATIONS
+            limits, choices = one.keys() - ANNOTATIONS, one.get("enum")
             if not limits:
                 any_text = True
                 schemas.append({})
             elif limits == {"type"} and one["type"] == "string":
                 any_text = True
-            elif limits <= {"type", "enum"} and all(isinstance(choice, str) for choice in one.get("enum", [None])):
-                texts += one["enum"]
+            elif limits <= {"type", "enum"} and is_of_texts(choices):
+                texts += choices
             else:
                 schemas.append(one)
         return cls(any_text, tuple(texts), tuple(schemas))
@@ -312,7 +312,7 @@ class Value:
             found = from_json(as_json, allow_inf_nan=False)
         except ValueError:
             return json.dumps(written, ensure_ascii=False)
-        is_text = set(kinds) <= {"string"} and not isinstance(found, str)
+        is_text = all(kind == "string" for kind in kinds) and not isinstance(found, str)
         return json.dumps(written, ensure_ascii=False) if is_text else as_json
 
 
@@ -324,6 +324,10 @@ def values_of(schema: Any, arguments: Mapping[str, Any] | None = None) -> dict[s
     if arguments is None:
         arguments = (schema or {}).get("properties", {})
     return {name: Value.of(one, definitions_of(schema)) for name, one in arguments.items()}
+
+
+def is_of_texts(choices: Any) -> TypeGuard[list[str]]:
+    return isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
 
 
 def definitions_of(schema: Any) -> dict[str, Any]:
