@@ -365,6 +365,20 @@ class TestForcedCalls:
                 written |= arguments.keys()
         assert written >= set(EVERY_KIND["required"])
 
+    @pytest.mark.parametrize("family", TEMPLATES)
+    def test_names_of_other_scripts_are_written_as_they_are(self, family):
+        words = tokenizer_with(TEMPLATES[family])
+        formats = AnswerFormats(ServerSettings(), words)
+        call = CALLS[family].removeprefix("See:").lstrip("\n").removeprefix("<|python_tag|>").partition(";")[0]
+        for name, is_allowed in (("météo", True), ("m\\u00e9t\\u00e9o", False)):
+            tools = [function("météo", WEATHER), function("now")]
+            use, text = ToolUse.of(request(tools=tools, tool_choice="required")), call.replace("weather", name)
+            matcher = matcher_of(formats.grammar([], use, None), vocabulary_of(words, len(words)))
+            tokens = words(text)["input_ids"]
+            assert (matcher.validate_tokens(tokens) == len(tokens)) is is_allowed
+        found = formats.parser([], use, whole=True).push(call.replace("weather", "météo"), last=True)
+        assert found.calls[0].name == "météo"
+
     @pytest.mark.parametrize("family", ["qwen3_coder", "deepseek_v32"])
     @pytest.mark.parametrize(
         "schema",

@@ -102,7 +102,7 @@ def listed_calls(
     before, (first, last) = format.written[0], format.around
 
     def call(name: str, before: str) -> str:
-        variants = [f"{rules.text(before + json.dumps(one)[1:-1])} {end}" for one, end in zip(names, ends, strict=True)]
+        variants = [f"{rules.text(before + one)} {end}" for one, end in zip(names, ends, strict=True)]
         return f"{name}: {' | '.join(variants)}"
 
     more = "" if format.between is None or not several else f"({rules.text(format.between)} call)*"
