@@ -101,6 +101,13 @@ def test_echo_with_logprobs_scores_the_prompt(server):
     assert [place for chunk in chunks for place in chunk.choices[0].logprobs.text_offset] == found.text_offset
 
 
+def test_a_prompt_of_one_token_has_its_entry_though_nothing_scores_it(server):
+    for max_tokens in (0, 2):
+        found = complete(server, TOKENS[:1], max_tokens=max_tokens, echo=True, logprobs=1).choices[0].logprobs
+        assert len(found.tokens) == 1 + max_tokens and found.token_logprobs == [None, *[-0.5] * max_tokens]
+        assert found.top_logprobs[0] is None
+
+
 def test_nothing_new_but_the_prompt_scored(server):
     for prompts in (TOKENS, [TOKENS, TOKENS[:2]]):
         answer = complete(server, prompts, max_tokens=0, echo=True, logprobs=1)

@@ -95,7 +95,8 @@ class Answer:
 
     def take(self, progress: Progress) -> Delta:
         delta = Delta(self.index)
-        self.prompt_logprobs = progress.prompt_logprobs or self.prompt_logprobs
+        if progress.prompt_logprobs is not None:
+            self.prompt_logprobs = progress.prompt_logprobs
         self.stats = progress.stats or self.stats
         if progress.tokens:
             self.steps += 1
