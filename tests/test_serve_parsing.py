@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgraph.serve.parsing import AnswerParser, Tags
-from draftgraph.serve.tool_calls import FORMATS, NAMES, call_format
+from draftgraph.serve.tool_calls import FORMATS, NAMES, Value, call_format
 
 HERMES = (
     "{% if tools %}<tool_call>\\n{'name': <function-name>, 'arguments': <args-json-object>}\\n</tool_call>{% endif %}"
@@ -243,6 +243,15 @@ def test_broken_arguments_are_content_of_a_whole_answer_and_told_as_they_are_in_
     assert read(family, answer, whole=True) == (answer, [])
     content, _, calls = parsed(AnswerParser(call_format(family, "")), list(answer))
     assert content == "" and calls[0][0] == "add" and calls[0][1].startswith('{"a": ')
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_schema_is_resolved_but_those_of_arguments_that_are_read(monkeypatch, whole):
+    resolved, of = [], Value.of
+    monkeypatch.setattr(Value, "of", lambda schema, definitions: resolved.append(schema) or of(schema, definitions))
+    call = "<function=set><parameter=name>7</parameter></function>"
+    assert read("qwen3_coder", call, whole=whole) == ("", [("set", {"name": "7"})])
+    assert resolved == [SCHEMAS["set"]["properties"]["name"]]
 
 
 def test_the_name_comes_first_and_arguments_as_they_are_written():

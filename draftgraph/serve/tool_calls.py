@@ -193,11 +193,11 @@ class TaggedCalls:
     new_id: Callable[[], str] = long_id
 
     def read(self, scan: Scan, opening: Match) -> Wait[bool]:
-        values = values_of(scan.schemas.get(opening["name"]))
+        schema = scan.schemas.get(opening["name"])
         if scan.whole:
             told: list[str] = []
             scan.taken = []
-            is_complete = yield from self._read_arguments(scan, values, told.append)
+            is_complete = yield from self._read_arguments(scan, schema, told.append)
             if not is_complete:
                 scan.give_back()
             scan.taken = None
@@ -207,12 +207,12 @@ class TaggedCalls:
             scan.argue("".join(told))
         else:
             scan.call(opening["name"])
-            yield from self._read_arguments(scan, values, scan.argue)
+            yield from self._read_arguments(scan, schema, scan.argue)
         while (yield from scan.take(self.closing)):
             pass
         return True
 
-    def _read_arguments(self, scan: Scan, values: Mapping[str, Value], tell: Callable[[str], None]) -> Wait[bool]:
+    def _read_arguments(self, scan: Scan, schema: Any, tell: Callable[[str], None]) -> Wait[bool]:
         """Tells them as an object of JSON; whether they came to their end."""
         separator = "{"
         while tag := (yield from scan.take(self.argument)):
@@ -221,7 +221,7 @@ class TaggedCalls:
                 return True
             tell(f"{separator}{json.dumps(tag['key'], ensure_ascii=False)}: ")
             separator = ", "
-            value, is_text = values.get(tag["key"], ANY_VALUE), tag.groupdict().get("string")
+            value, is_text = value_of(schema, tag["key"]), tag.groupdict().get("string")
             if not (yield from self._read_value(scan, value.told(is_text), tell)):
                 return False
         return False
@@ -247,10 +247,12 @@ class TaggedCalls:
         for place, (name, schema) in enumerate(schemas.items()):
             arguments, required = arguments_of(schema, name)
             parts = [rules.text(self.written[1])]
-            for number, (key, value) in enumerate(values_of(schema, arguments).items()):
+            definitions = definitions_of(schema)
+            for number, (key, one) in enumerate(arguments.items()):
                 argument = f"argument_{place}_{number}"
                 parts.append(argument if key in required else f"{argument}?")
-                lines.append(f"{argument}: {' | '.join(self._forms(key, value, rules, definitions_of(schema)))}")
+                forms = self._forms(key, Value.of(one, definitions), rules, definitions)
+                lines.append(f"{argument}: {' | '.join(forms)}")
             ends.append(" ".join([*parts, rules.text(self.written[2])]))
         return [*listed_calls(self, [*schemas], ends, several, rules, begun), *lines]
 
@@ -319,11 +321,10 @@ class Value:
 ANY_VALUE = Value(any_text=True)
 
 
-def values_of(schema: Any, arguments: Mapping[str, Any] | None = None) -> dict[str, Value]:
-    """By the names of the arguments of a function."""
-    if arguments is None:
-        arguments = (schema or {}).get("properties", {})
-    return {name: Value.of(one, definitions_of(schema)) for name, one in arguments.items()}
+def value_of(schema: Any, key: str) -> Value:
+    """What an argument may be in a function's schema, which need not know it."""
+    properties = (schema or {}).get("properties", {})
+    return Value.of(properties[key], definitions_of(schema)) if key in properties else ANY_VALUE
 
 
 def is_of_texts(choices: Any) -> TypeGuard[list[str]]:
