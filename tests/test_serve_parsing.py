@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgraph.serve.parsing import AnswerParser, Tags
-from draftgraph.serve.tool_calls import FORMATS, NAMES, Value, call_format
+from draftgraph.serve.parsing import JSON, PYTHON, AnswerParser, Brackets, Scan, Tags
+from draftgraph.serve.tool_calls import FORMATS, NAMES, PythonicCalls, Value, call_format
 
 HERMES = (
     "{% if tools %}<tool_call>\\n{'name': <function-name>, 'arguments': <args-json-object>}\\n</tool_call>{% endif %}"
@@ -243,6 +243,77 @@ def test_broken_arguments_are_content_of_a_whole_answer_and_told_as_they_are_in_
     assert read(family, answer, whole=True) == (answer, [])
     content, _, calls = parsed(AnswerParser(call_format(family, "")), list(answer))
     assert content == "" and calls[0][0] == "add" and calls[0][1].startswith('{"a": ')
+
+
+UNFINISHED = [  # family, what is said again and again, and behind it
+    ("hermes", "<tool_call>{", ""),
+    ("hermes", "<tool_call>{", "}" * 500),
+    ("hermes", '<tool_call>{"', ""),
+    ("hermes", '<tool_call>{\\"', ""),
+    ("hermes", '<tool_call>{"a":"', ""),
+    ("hermes", '<tool_call>{",":[":"', ""),
+    ("mistral", "[TOOL_CALLS]f{", ""),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", ""),
+    ("pythonic", "<|python_start|>[", ""),
+    ("pythonic", "<|python_start|>[\"'", ""),
+    ("qwen3_coder", "<function=a><parameter=b>", ""),
+    ("qwen3_coder", "<function=a><parameter=b>", "</parameter><parameter=<"),
+    ("deepseek_v32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">', ""),
+]
+
+
+def test_the_mark_of_a_call_has_a_sign_that_no_value_has_outside_of_quotes():
+    for one in FORMATS:
+        syntax = PYTHON if isinstance(one, PythonicCalls) else JSON
+        assert set(syntax.foreign) & set(one.trigger) and "\\" in syntax.foreign
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("family, begun, rest", UNFINISHED)
+def test_calls_that_are_begun_again_and_again_are_read_a_few_times_at_most(monkeypatch, family, begun, rest, whole):
+    """However many there are: time to read an answer is in proportion to its length."""
+    end, cut, looked_at = Brackets.end, Scan.cut, []
+
+    def counted_end(self, text):
+        return end(self, (looked_at.append(1) or sign for sign in text))
+
+    def counted_cut(self, end):
+        taken = cut(self, end)
+        looked_at.append(len(taken))
+        return taken
+
+    monkeypatch.setattr(Brackets, "end", counted_end)
+    monkeypatch.setattr(Scan, "cut", counted_cut)
+    text = begun * 500 + rest
+    content, _, calls = parsed(AnswerParser(call_format(family, ""), whole=whole), [text])
+    assert sum(looked_at) < 5 * len(text)
+    if whole:
+        assert (content, calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "call"),
+    [
+        ("hermes", '<tool_call>{"a":', '<tool_call>{"name": "add", "arguments": {}}'),
+        ("hermes", '<tool_call>{"a": "', '<tool_call>{"name": "add", "arguments": {}}'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}', '<tool_call>{"arguments": {}, "name": "add"}'),
+        ("mistral", "[TOOL_CALLS]f{", "[TOOL_CALLS]add{}"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}"),
+        ("pythonic", "<|python_start|>[f('", "<|python_start|>[add()]"),
+        ("qwen3_coder", "<function=f><parameter=a>1", "<function=add></function>"),
+        ("qwen3_coder", "<function=f><parameter=a>1</parameter><parameter=<", "<function=add></function>"),
+        ("deepseek_v32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">',
+         '<｜DSML｜invoke name="add"></｜DSML｜invoke>'),
+    ],
+)  # fmt: skip
+def test_a_call_behind_one_that_has_no_end_is_read(family, before, call):
+    assert read(family, before * 3 + call, whole=True) == (before * 3, [ADD])
+
+
+def test_arguments_behind_a_call_that_has_failed_are_read():
+    failed = "<function=f><parameter=a>1</parameter><parameter=<"
+    call = "<function=set><parameter=name>x</parameter></function>"
+    assert read("qwen3_coder", failed + call, whole=True) == (failed, [("set", {"name": "x"})])
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +15,17 @@ T = TypeVar("T")
 Wait = Generator[None, None, T]  # yields where more text is needed
 Match = Any  # regex brings no types; unlike re it knows when a match needs more text
 Pattern = Any
-QUOTES = '"'
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How values are written."""
+
+    quotes: str
+    foreign: str  # what no value has outside of quotes: backslashes, and a sign of every mark that begins a call
+
+
+JSON, PYTHON = Syntax('"', "\\<_"), Syntax("\"'", "\\<")
 
 
 @dataclass
@@ -98,11 +109,12 @@ class CallFormat(Protocol):
 class Brackets:
     """Finds where a value in brackets ends, as its text comes."""
 
-    def __init__(self, quotes: str = QUOTES) -> None:
-        self._quotes, self._quote = quotes, ""
+    def __init__(self, quotes: str, foreign: str = "") -> None:
+        self._quotes, self._foreign, self._quote = quotes, foreign, ""
         self._depth, self._escaped = 0, False
+        self.broken = False  # by a foreign sign: it has no end
 
-    def end(self, text: str) -> int | None:
+    def end(self, text: Iterable[str]) -> int | None:
         """The place behind the last bracket in the next piece of text."""
         for place, sign in enumerate(text):
             if self._escaped:
@@ -118,6 +130,9 @@ class Brackets:
                 self._depth -= 1
                 if self._depth <= 0:
                     return place + 1
+            elif sign in self._foreign:
+                self.broken = True
+                break
         return None
 
 
@@ -132,12 +147,12 @@ class Scan:
         new_id: Callable[[], str],
         schemas: Mapping[str, Any],
     ) -> None:
-        self.whole = whole  # the answer is not streamed: a call may be looked at before it is told
+        self.whole = whole  # all of the answer is there: a call may be looked at before it is told
         self.schemas = schemas  # of the arguments of functions
         self.text, self.ended = "", False
-        self.taken: list[str] | None = None  # what has been cut, where it may have to be given back
         self.found = Parsed()
         self.calls = 0
+        self.left_at_failure = math.inf  # characters behind the place at which reading a call has failed
         self._most_calls, self._hidden, self._new_id = most_calls, hidden, new_id
 
     def take(self, pattern: Pattern) -> Wait[Match | None]:
@@ -166,11 +181,17 @@ class Scan:
             yield
         self.text = stripped
 
-    def end_of_value(self, quotes: str = QUOTES) -> Wait[int | None]:
-        """Where the value ends that the text begins with; None if it does not."""
-        brackets, read = Brackets(quotes), 0
+    def end_of_value(self, syntax: Syntax = JSON) -> Wait[int | None]:
+        """Where the value ends that the text begins with; None if it does not.
+
+        However many calls an answer begins, no part of it is read more often than a value has states: out of quotes,
+        or in those of one kind. Over the mark of another call it goes on in quotes alone, while that call begins out
+        of them; and different states stay different, for a quote exchanges two of them, and a backslash ends what is
+        out of quotes.
+        """
+        brackets, read = Brackets(syntax.quotes, syntax.foreign), 0
         while (end := brackets.end(self.text[read:])) is None:
-            if self.ended:
+            if self.ended or brackets.broken:
                 return None
             read = len(self.text)
             yield
@@ -178,7 +199,7 @@ class Scan:
 
     def pass_arguments(self) -> Wait[None]:
         """Of a call, as they come: a JSON object."""
-        brackets = Brackets()
+        brackets = Brackets(JSON.quotes)
         while True:
             end = brackets.end(self.text)
             self.argue(self.cut(end))
@@ -190,13 +211,7 @@ class Scan:
         """Takes the text up to there, or all of it."""
         taken = self.text if end is None else self.text[:end]
         self.text = self.text[len(taken) :]
-        if self.taken is not None:
-            self.taken.append(taken)
         return taken
-
-    def give_back(self) -> None:
-        """All that was taken since that is kept."""
-        self.text = "".join(self.taken or ()) + self.text
 
     def say(self, text: str) -> None:
         if self._hidden is not None:
@@ -252,6 +267,8 @@ class AnswerParser:
 
     def push(self, text: str, last: bool = False) -> Parsed:
         self._scan.text += text
+        if self._scan.whole and not last:
+            return Parsed()
         self._scan.ended = last
         next(self._reading, None)
         found, self._scan.found = self._scan.found, Parsed()

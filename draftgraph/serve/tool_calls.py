@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from draftgraph.serve.errors import refusal
 from draftgraph.serve.lark import ANY_TEXT, Rules, json_rule
-from draftgraph.serve.parsing import CallFormat, Match, Pattern, Scan, Wait
+from draftgraph.serve.parsing import PYTHON, CallFormat, Match, Pattern, Scan, Wait
 
 SPACE = r"(?<!\s)\s*"  # all that there is: a search must not begin again in the middle of it
 HEAD = regex.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -78,7 +78,7 @@ class JSONCalls:
             yield from scan.take(REST)
         else:
             end = yield from scan.end_of_value()
-            call = json_call(scan.text[:end])
+            call = None if end is None else json_call(scan.text[:end])
             if call is None:
                 return False
             scan.cut(end)
@@ -130,9 +130,9 @@ class PythonicCalls:
     new_id: Callable[[], str] = long_id
 
     def read(self, scan: Scan, opening: Match) -> Wait[bool]:
-        end = yield from scan.end_of_value(quotes="\"'")
-        calls = python_calls(scan.text[:end])
-        if end is None or not calls:
+        end = yield from scan.end_of_value(PYTHON)
+        calls = [] if end is None else python_calls(scan.text[:end])
+        if not calls:
             return False
         scan.cut(end)
         for name, arguments in calls:
@@ -196,12 +196,10 @@ class TaggedCalls:
         schema = scan.schemas.get(opening["name"])
         if scan.whole:
             told: list[str] = []
-            scan.taken = []
-            is_complete = yield from self._read_arguments(scan, schema, told.append)
-            if not is_complete:
-                scan.give_back()
-            scan.taken = None
-            if not is_complete:
+            before = scan.text
+            if not (yield from self._read_arguments(scan, schema, told.append)):
+                scan.left_at_failure = min(scan.left_at_failure, len(scan.text))
+                scan.text = before
                 return False
             scan.call(opening["name"])
             scan.argue("".join(told))
@@ -221,6 +219,8 @@ class TaggedCalls:
                 return True
             tell(f"{separator}{json.dumps(tag['key'], ensure_ascii=False)}: ")
             separator = ", "
+            if len(scan.text) > scan.left_at_failure:  # its value ends where that of a call which failed has ended
+                return False
             value, is_text = value_of(schema, tag["key"]), tag.groupdict().get("string")
             if not (yield from self._read_value(scan, value.told(is_text), tell)):
                 return False
