@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -12,7 +13,8 @@ import httpx
 import pytest
 from serve_tools import DIE, FAULT, SERVE, SLOW, LiveServer, by_label, wait_until
 
-from draftgraph.serve.logs import JSONLines, log_lines, logging_to_stderr
+from draftgraph.serve.engine import Engine
+from draftgraph.serve.logs import JSONLines, logged_pipe, logging_to_stderr
 from draftgraph.serve.settings import ServerSettings
 
 ROUTE = "/v1/completions"
@@ -176,16 +178,36 @@ def test_what_the_engine_writes_is_json_too():
 
 def test_all_that_the_engine_writes_is_told_at_every_level(capsys):
     async def written() -> None:
-        stream = asyncio.StreamReader()
-        stream.feed_data(b"".join(b"line %d\n" % number for number in range(20)) + b"x" * 100_000 + b"\nlast words")
-        stream.feed_eof()
-        await log_lines(stream)
+        logged, stderr = logged_pipe()
+        lines = b"".join(b"line %d\n" % number for number in range(20)) + b"x" * 100_000 + b"\nlast words"
+        with stderr:
+            await asyncio.to_thread(stderr.write, lines)
+        await logged
 
     with logging_to_stderr(ServerSettings(log_level="error", log_format="json")):
         asyncio.run(written())
     told = [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()]
     assert told[:20] == [f"line {number}" for number in range(20)] and told[-1] == "last words"
     assert "".join(told[20:-1]) == "x" * 100_000
+
+
+def test_an_engine_has_ended_though_one_that_it_started_still_holds_its_stderr(tmp_path, monkeypatch):
+    monkeypatch.setattr("draftgraph.serve.engine.EXIT_SECONDS", 3600.0)
+    pid = tmp_path / "pid"
+    code = f"""
+import pathlib, subprocess, sys
+pathlib.Path({str(pid)!r}).write_text(str(subprocess.Popen(["sleep", "3600"]).pid))
+sys.exit(7)
+"""
+
+    async def ended() -> str:
+        engine = Engine([sys.executable, "-c", code], ServerSettings(log_format="json"))
+        return await asyncio.wait_for(engine._run_once(), 60)
+
+    try:
+        assert asyncio.run(ended()) == "its process ended with status 7"
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

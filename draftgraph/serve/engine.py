@@ -13,7 +13,7 @@ from typing import Any
 from draftgraph.batching.job import Job, Kind, Progress
 from draftgraph.serve import wire
 from draftgraph.serve.errors import failure
-from draftgraph.serve.logs import log_lines
+from draftgraph.serve.logs import logged_pipe
 from draftgraph.serve.quota import Quota
 from draftgraph.serve.settings import ServerSettings
 from draftgraph.serve.wire import Ready
@@ -179,18 +179,20 @@ class Engine:
         ours, theirs = socket.socketpair()
         process, guard, output = None, None, None
         try:
-            with theirs:
+            with theirs, contextlib.ExitStack() as stack:
+                stderr = None
+                if self._settings.log_format == "json":
+                    output, stderr = logged_pipe()
+                    stack.enter_context(stderr)
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
                     str(theirs.fileno()),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE if self._settings.log_format == "json" else None,
+                    stderr=stderr,
                     start_new_session=True,  # Ctrl-C is for the API, which lets requests come to their end
                 )
             self.process_id = process.pid
-            if process.stderr is not None:
-                output = asyncio.create_task(log_lines(process.stderr))
             guard = asyncio.create_task(self._kill_if_silent(process))
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=wire.LONGEST_LINE)
             fault = await self._read(reader)

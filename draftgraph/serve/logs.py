@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import BinaryIO
 
 from draftgraph.serve.settings import ServerSettings
 
@@ -41,16 +43,26 @@ def set_levels(disabled: int, libraries: int, own: int) -> None:
     logging.getLogger("draftgraph.serve").setLevel(own)
 
 
-async def log_lines(stream: asyncio.StreamReader) -> None:
+def logged_pipe() -> tuple[asyncio.Task[None], BinaryIO]:
+    """A pipe whose lines are logged: the task that does so, and the end for a process. For asyncio, a process with a
+    pipe of asyncio's own has not ended while another that it has started holds that pipe."""
+    ours, theirs = os.pipe()
+    return asyncio.create_task(log_lines(os.fdopen(ours, "rb"))), os.fdopen(theirs, "wb")
+
+
+async def log_lines(pipe: BinaryIO) -> None:
     """Until it ends; libraries write there in their own ways."""
-    rest = b""
-    while chunk := await stream.read(LONGEST_LINE):
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
-        for line in lines:
-            log_line(line)
-    log_line(rest)
+    stream, rest = asyncio.StreamReader(), b""
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    with contextlib.closing(transport):
+        while chunk := await stream.read(LONGEST_LINE):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                log_line(line)
+        log_line(rest)
 
 
 def log_line(line: bytes) -> None:
