@@ -113,10 +113,17 @@ def test_clients_of_a_closed_load_ask_again_once_they_are_answered(monkeypatch: 
 
 def test_an_open_load_waits_for_no_answer_and_counts_from_when_it_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Counter(monkeypatch, length=4)
-    found = drive({"prompts": [[1]] * 4, "clients": 1, "arrivals": [0.0, 0.5, 1.5, 9.0]}, engine.add, engine.step)
+    found = drive({"prompts": [[1]] * 4, "clients": 9, "arrivals": [0.0, 0.5, 1.5, 9.0]}, engine.add, engine.step)
     assert engine.most == 2
     assert found["due"] == [0.0, 0.5, 1.5, 9.0]
     assert [came[0][0] for came in found["came"]] == [1.0, 2.0, 3.0, 10.0]  # idle until the last one is due
+
+
+def test_an_open_load_has_as_many_places_as_clients_whatever_else_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Counter(monkeypatch, length=4)
+    found = drive({"prompts": [[1]] * 4, "clients": 1, "arrivals": [0.0, 0.5, 1.5, 9.0]}, engine.add, engine.step)
+    assert engine.most == 1 and found["due"] == [0.0, 0.5, 1.5, 9.0]
+    assert [came[0][0] for came in found["came"]] == [1.0, 3.0, 5.0, 10.0]
 
 
 def test_figures_count_from_the_request_to_the_first_token_and_between_deliveries() -> None:
@@ -195,6 +202,7 @@ def test_the_command_measures_and_reports_again(run: Runner, folder: Path, tmp_p
     assert again.status == 0 and "Clients who ask again" in again.out and "Gap between" in page.read_text()
     for option, value, words in (
         ("--clients", "0", "clients must be a number of at least 1"),
+        ("--clients", "1.5", "clients must be whole numbers with commas between, as in 1,4, not 1.5"),
         ("--arrivals", "often", "arrivals must be closed"),
         ("--modes", "tree-64", "cannot ask for mode tree-64"),
     ):

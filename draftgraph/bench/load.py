@@ -1,8 +1,8 @@
 """How fast many clients are answered: tokens per second, how long the first takes, and the gaps between them.
 
 The scheduler of the server and the engine of vLLM, both without HTTP, in turns, under the same load: a closed one, of
-so many clients who ask again once they are answered, or an open one, of requests that arrive at random and wait for no
-answer.
+so many clients who ask again once they are answered, or an open one, of requests that arrive at random, so many of
+which at most are answered together.
 """
 
 from __future__ import annotations

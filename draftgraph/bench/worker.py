@@ -56,7 +56,8 @@ def drive(load: Record, add: Callable[[int, list[int]], object], step: Step) -> 
     """Asks an engine for answers to all prompts and records when their tokens came, in seconds since the start.
 
     A closed load is that of so many `clients`, each of which asks again once it is answered. An open one has
-    `arrivals`, in seconds, and waits for no answer: what `step` keeps from being asked in time was due nevertheless.
+    `arrivals`, in seconds, whatever is answered by then: what finds as many under way as there are clients, or is kept
+    from being asked in time by `step`, was due nevertheless.
     """
     prompts: Sequence[list[int]] = load["prompts"]
     clients: int = load["clients"]
@@ -68,7 +69,7 @@ def drive(load: Record, add: Callable[[int, list[int]], object], step: Step) -> 
     start, now = time.perf_counter(), 0.0
     while asked < len(prompts) or unanswered:
         now = time.perf_counter() - start
-        while asked < len(prompts) and (arrivals[asked] <= now if is_open else unanswered < clients):
+        while asked < len(prompts) and arrivals[asked] <= now and unanswered < clients:
             due[asked] = arrivals[asked] if is_open else now
             add(asked, prompts[asked])
             asked, unanswered = asked + 1, unanswered + 1

@@ -172,7 +172,7 @@ def load(
     start = time.monotonic()
     refuse_unknown_shape(inflate)
     found, sampling = read_tasks(data or [OWN], listed(tasks), prompts), settings.sampling_arguments()
-    levels = [int(value) for value in numbers("clients", clients, 1)]
+    levels = whole_numbers("clients", clients, 1)
     pair = load_pair(settings)
     with busy("starting"):
         from draftgraph.bench.load import Promise, bench_load
@@ -303,6 +303,14 @@ def numbers(name: str, text: str, least: float) -> list[float]:
     if not values:
         raise UsageError(f"{name} must hold at least one number, as in 1,4")
     return list(dict.fromkeys(values))
+
+
+def whole_numbers(name: str, text: str, least: float) -> list[int]:
+    values = numbers(name, text, least)
+    for value in values:
+        if not value.is_integer():
+            raise UsageError(f"{name} must be whole numbers with commas between, as in 1,4, not {value:g}")
+    return [int(value) for value in values]
 
 
 def time_left(seconds: float | None, start: float) -> float | None:
