@@ -29,10 +29,12 @@ from draftgraph.kernels.vectors import (
     INTS,
     LANES,
     LONG,
+    PAIRS,
     Code,
     absolute,
     address,
     everywhere,
+    host_features,
     larger,
     largest,
     load,
@@ -155,9 +157,12 @@ def packed_tile(bits: int) -> Any:
     return multiply
 
 
-def dense_tile(bits: int, outputs: int) -> Any:
-    """So many outputs of up to MOST_DENSE rows, with weights in float32, bfloat16 or float16."""
-    kind = DENSE[bits]
+def dense_tile(bits: int, outputs: int, pairs: bool = False) -> Any:
+    """So many outputs of up to MOST_DENSE rows, with weights in float32, bfloat16 or float16. `pairs`: the rows are in
+    bfloat16 too, and whole vectors of 32 numbers."""
+    kind, given_kind, given_bytes, lanes = DENSE[bits], FLOATS, 4, LANES
+    if pairs:
+        kind, given_kind, given_bytes, lanes = PAIRS, PAIRS, 2, 2 * LANES
 
     @operation(types.void, address, whole, address, whole, address, whole, whole)
     def multiply(
@@ -179,25 +184,23 @@ def dense_tile(bits: int, outputs: int) -> Any:
         places = [b.add(given, b.mul(given_row, ir.Constant(LONG, row))) for row in range(rows)]
 
         def add(step: Any, mask: Any = None) -> None:
-            def at(place: Any, size: int) -> Any:
-                return b.add(place, b.mul(step, ir.Constant(LONG, LANES * size)))
+            def at(place: Any, size: int, kind: Any) -> Any:
+                here = b.add(place, b.mul(step, ir.Constant(LONG, lanes * size)))
+                return code.load(here, kind, size) if mask is None else code.load_where(here, kind, mask)
 
-            if mask is None:
-                xs = [code.load(at(place, 4), FLOATS, 4) for place in places]
-                ws = [code.floats(code.load(at(place, bits // 8), kind, bits // 8)) for place in weights]
-            else:
-                xs = [code.load_where(at(place, 4), FLOATS, mask) for place in places]
-                ws = [code.floats(code.load_where(at(place, bits // 8), kind, mask)) for place in weights]
-            for w, by_row in zip(ws, sums, strict=True):
+            xs = [at(place, given_bytes, given_kind) for place in places]
+            ws = [at(place, bits // 8, kind) for place in weights]
+            for w, by_row in zip(ws if pairs else map(code.floats, ws), sums, strict=True):
                 for x, found in zip(xs, by_row, strict=True):
-                    b.store(code.fma(w, x, b.load(found)), found)
+                    b.store(code.dot_pairs(b.load(found), w, x) if pairs else code.fma(w, x, b.load(found)), found)
 
-        steps = b.udiv(inputs, ir.Constant(LONG, LANES))
+        steps = b.udiv(inputs, ir.Constant(LONG, lanes))
         with cgutils.for_range(b, steps) as loop:
             add(loop.index)
-        rest = b.sub(inputs, b.mul(steps, ir.Constant(LONG, LANES)))
-        with b.if_then(b.icmp_signed(">", rest, ir.Constant(LONG, 0))):
-            add(steps, code.lanes_below(rest))
+        if not pairs:
+            rest = b.sub(inputs, b.mul(steps, ir.Constant(LONG, LANES)))
+            with b.if_then(b.icmp_signed(">", rest, ir.Constant(LONG, 0))):
+                add(steps, code.lanes_below(rest))
         for output, by_row in enumerate(sums):
             for row, found in enumerate(by_row):
                 place = code.plus(b.add(out, b.mul(out_row, ir.Constant(LONG, row))), 4 * output)
@@ -245,6 +248,7 @@ tile_4, tile_8 = packed_tile(4), packed_tile(8)
 tile_16, tile_half, tile_32, single_16, single_half, single_32 = (
     dense_tile(bits, outputs) for outputs in (OUTPUTS_BESIDE, 1) for bits in (16, HALF, 32)
 )
+pairs_16, single_pairs_16 = (dense_tile(16, outputs, pairs=True) for outputs in (OUTPUTS_BESIDE, 1))
 turned_16, turned_half, turned_32, narrow_16, narrow_half, narrow_32 = (
     turned_tile(bits, vectors) for vectors in (VECTORS_BESIDE, 1) for bits in (16, HALF, 32)
 )
@@ -303,6 +307,28 @@ def dense_product(
             else:
                 single_half(place, inputs, x, given_row, y, out_row, count)
         output += OUTPUTS_BESIDE if several else 1
+
+
+@compiled
+def paired_product(
+    weight: NDArray[np.int64], first: int, last: int, given: int, given_row: int, out: int, out_row: int, rows: int
+) -> None:
+    """The same with a weight in bfloat16 and rows in bfloat16: see `multiplies_pairs`."""
+    inputs, output = weight[INPUTS], first
+    while output < last:
+        place, several = weight[ADDRESS] + output * inputs * 2, last - output >= OUTPUTS_BESIDE
+        for row in range(0, rows, MOST_DENSE):
+            x, y, count = given + row * given_row, out + row * out_row + output * 4, min(rows - row, MOST_DENSE)
+            if several:
+                pairs_16(place, inputs, x, given_row, y, out_row, count)
+            else:
+                single_pairs_16(place, inputs, x, given_row, y, out_row, count)
+        output += OUTPUTS_BESIDE if several else 1
+
+
+def multiplies_pairs(inputs: int) -> bool:
+    """Whether this processor multiplies numbers in bfloat16, two at a time, and so many inputs are whole vectors."""
+    return "avx512bf16" in host_features() and inputs % (2 * LANES) == 0
 
 
 @compiled

@@ -21,7 +21,15 @@ from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention,
 from torch.overrides import TorchFunctionMode
 
 from draftgraph.compiled import compiled
-from draftgraph.kernels.products import DTYPES, INPUTS, OUTPUTS, product, turned_product
+from draftgraph.kernels.products import (
+    DTYPES,
+    OUTPUTS,
+    ROW_BLOCK,
+    dense_product,
+    multiplies_pairs,
+    paired_product,
+    turned_product,
+)
 from draftgraph.kernels.threads import team_of, thread_count, torch_alone
 from draftgraph.kernels.vectors import (
     LANES,
@@ -55,13 +63,15 @@ def is_plain(*tensors: Any) -> bool:
 def row_product(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `torch.nn.functional.linear`. # [..., in], [out, in] -> [..., out]"""
     outputs, inputs = weight.shape
-    rows = given.reshape(-1, inputs).float().contiguous()
-    turned = not weight.is_contiguous() and weight.t().is_contiguous()
-    weight = weight if turned else weight.contiguous()
+    order = TURNED if not weight.is_contiguous() and weight.t().is_contiguous() else STRAIGHT
+    weight = weight if order == TURNED else weight.contiguous()
+    if order == STRAIGHT and given.dtype == torch.bfloat16 and multiplies_pairs(inputs):
+        order = PAIRED
+    rows = (given if order == PAIRED else given.float()).reshape(-1, inputs).contiguous()
     out = torch.empty((len(rows), outputs))
     told = np.array([DTYPES[weight.dtype], weight.data_ptr(), outputs, inputs, 0, 0], dtype=np.int64)
     team = team_of(threads_for(len(rows) * outputs * inputs))
-    team.run(multiply_rows, told, turned, rows.data_ptr(), out.data_ptr(), len(rows))
+    team.run(multiply_rows, told, order, rows.data_ptr(), inputs * rows.element_size(), out.data_ptr(), len(rows))
     if bias is not None:
         out += bias
     return out.to(given.dtype).reshape(*given.shape[:-1], outputs)
@@ -71,17 +81,24 @@ def threads_for(multiplications: int) -> int:
     return max(1, min(thread_count(), multiplications // PER_THREAD))
 
 
+STRAIGHT, TURNED, PAIRED = range(3)  # how a weight lies, or rows are multiplied with it
+
+
 @compiled
 def multiply_rows(
-    thread: int, threads: int, shared: int, weight: Ints, turned: bool, given: int, out: int, rows: int
+    thread: int, threads: int, shared: int, weight: Ints, order: int, given: int, given_row: int, out: int, rows: int
 ) -> None:
-    tiles = (weight[OUTPUTS] + LANES - 1) // LANES
+    tiles, out_row = (weight[OUTPUTS] + LANES - 1) // LANES, weight[OUTPUTS] * 4
     first = tiles * thread // threads * LANES
     last = min(weight[OUTPUTS], tiles * (thread + 1) // threads * LANES)
-    if turned:
-        turned_product(weight, first, last, given, weight[INPUTS] * 4, out, weight[OUTPUTS] * 4, rows)
-    else:
-        product(weight, first, last, given, weight[INPUTS] * 4, out, weight[OUTPUTS] * 4, rows)
+    for start in range(0, rows, ROW_BLOCK):
+        x, y, count = given + start * given_row, out + start * out_row, min(rows - start, ROW_BLOCK)
+        if order == TURNED:
+            turned_product(weight, first, last, x, given_row, y, out_row, count)
+        elif order == PAIRED:
+            paired_product(weight, first, last, x, given_row, y, out_row, count)
+        else:
+            dense_product(weight, first, last, x, given_row, y, out_row, count)
     meet(shared, threads)
 
 

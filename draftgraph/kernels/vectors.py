@@ -30,7 +30,21 @@ FLOATS, INTS, BYTES = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir
 HALVES, BITS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(1), LANES)
 DOUBLES, LONGS = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(LONG, LANES)
 SHORTS, SMALL = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(BYTE, LANES)
+PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)  # 32 numbers in bfloat16
 DENSE = {32: FLOATS, 16: SHORTS, HALF: HALVES}  # kinds of weights that are no packed ones
+
+
+class BFloat(ir.Type):
+    """Numbers in bfloat16 by LLVM's name, which llvmlite does not know: operands of instructions are of it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
 
 
 class Vector(types.Type):
@@ -172,6 +186,11 @@ class Code:
             every = ir.Constant(INTS, list(range(start, 64, 4)))
             total = b.add(total, b.shuffle_vector(products, nothing, every))
         return total
+
+    def dot_pairs(self, total: Any, one: Any, other: Any) -> Any:
+        """Adds, lane by lane, two products of numbers in bfloat16. # 16 numbers, 32 in bfloat16, 32 in bfloat16"""
+        given = (self.builder.bitcast(numbers, ir.VectorType(BFloat(), 2 * LANES)) for numbers in (one, other))
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *given)
 
 
 @cache
