@@ -26,9 +26,9 @@ from draftgraph.engine.protocol import Segment
 from draftgraph.engine.ranks import current, on_every_rank
 from draftgraph.engine.selfcheck import adapt, engine_for, plain_logits
 from draftgraph.engine.sharding import local_part
-from draftgraph.errors import RankError
+from draftgraph.errors import LoadError, RankError
 from draftgraph.generation import prepare
-from draftgraph.models import load_model
+from draftgraph.models import load, load_model
 from draftgraph.models.adapter import read_adapter
 from draftgraph.models.ranks import guard
 from draftgraph.sequence import Sequence
@@ -58,7 +58,10 @@ def start(what: str, folder: Path, *command: str, **environment: str) -> subproc
 
 def ended(process: subprocess.Popen[str], seconds: float = 300) -> list[Any]:
     """What it printed."""
-    out, errors = process.communicate(timeout=seconds)
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    finally:
+        process.kill()  # if it has not ended
     assert process.returncode == 0, errors[-4000:]
     return [json.loads(line) for line in out.splitlines()]
 
@@ -180,6 +183,72 @@ def exhaust(model: Any) -> None:
         print(json.dumps({"short": [str(error), time.monotonic() - begun]}), flush=True)
 
 
+def failing(folder: Path) -> None:
+    """Faults that a process with ranks outlives."""
+    pair = load_tiny(folder)
+    tell(failed_loads=failed_loads(folder, pair))
+
+
+def failed_loads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
+    """What loads say that fail on all ranks, on the follower and on rank 0 alone, and what two models give then."""
+    said = [refusal(folder, "broken")]
+    for rank in (1, 0):
+        fail_to_load(pair.target, rank)
+        said.append(refusal(folder, "tiny"))
+    return [said, [tokens_of(pair), tokens_of(load_tiny(folder))]]
+
+
+@on_every_rank
+def fail_to_load(model: Any, rank: int) -> None:
+    """The next time, on one rank alone."""
+    ranks, read = current(), load.read_model
+
+    def fail(*given: Any) -> Any:
+        load.read_model = read
+        raise LoadError("no memory")
+
+    if ranks is not None and ranks.rank == rank:
+        load.read_model = fail
+
+
+def refusal(folder: Path, model: str) -> str:
+    """Of a load, in its class's name and its message."""
+    try:
+        load_tiny(folder, model)
+    except draftgraph.DraftGraphError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def interrupted(folder: Path) -> None:
+    """Ctrl-C while a second model is loaded."""
+    pair = load_tiny(folder)
+
+    def interrupt(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    load.read_model = interrupt
+    try:
+        load_tiny(folder)
+    except KeyboardInterrupt:
+        try:
+            tokens_of(pair)
+        except RankError as error:
+            tell(said=str(error))
+
+
+def load_tiny(folder: Path, name: str = "tiny") -> draftgraph.Pair:
+    return draftgraph.load(folder / name, dtype="float32", device="cpu", tensor_parallel=RANKS, draft="none")
+
+
+def tokens_of(pair: draftgraph.Pair) -> list[int]:
+    return pair.generate(TEXT, raw=True, max_new_tokens=4, config=GraphConfig(cost="flat")).token_ids
+
+
+def tell(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
 def script(folder: Path) -> None:
     """What a user writes for torchrun: every rank runs it."""
     pair = draftgraph.load(folder / "tiny", draft=folder / "tiny", tp_plan="auto", device="cpu", dtype="float32")
@@ -199,7 +268,7 @@ def script(folder: Path) -> None:
 
 def guarded(folder: Path) -> None:
     """Rank 0 of a server, which is stopped from outside: see `test_a_rank_0_that_hangs_is_ended`."""
-    draftgraph.load(folder / "tiny", dtype="float32", device="cpu", tensor_parallel=RANKS, draft="none")
+    load_tiny(folder)
     guard()
     print(json.dumps(children(os.getpid())), flush=True)
     time.sleep(120)

@@ -7,17 +7,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from draftgraph import errors
 from draftgraph.engine.adapters import Adapters, LowRank
 from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.leading import ENGINES
 from draftgraph.engine.protocol import Segment
-from draftgraph.engine.ranks import ALIKE, FUNCTIONS, Ranks, ranks_of
-from draftgraph.errors import DraftGraphError, one_line
+from draftgraph.engine.ranks import ALIKE, FUNCTIONS, Ranks, as_described, described, ranks_of
 
 Found = TypeVar("Found")
 Load = Callable[[dict[str, Any]], Any]  # a model, by the arguments of `load_model`
@@ -34,11 +32,10 @@ class Follower:
         self._loans: dict[int, Loan] = {}  # by the numbers of engines
         self._ended: dict[int, tuple[Any, list[str] | None]] = {}  # works: what came of them, or an error
         self._pieces: dict[int, deque[Any]] = defaultdict(deque)
-        self._stopped = False
 
-    def follow(self) -> None:
-        """Until rank 0 says that it was all."""
-        while not self._stopped:
+    def follow(self) -> NoReturn:
+        """Until this process is ended."""
+        while True:
             self._do_next()
 
     def result(self, work: int) -> Any:
@@ -47,7 +44,7 @@ class Follower:
             self._do_next()
         found, error = self._ended.pop(work)
         if error is not None:
-            raise getattr(errors, error[0], DraftGraphError)(error[1])
+            raise as_described(error)
         return found
 
     def pieces(self, work: int) -> Iterator[Any]:
@@ -113,9 +110,6 @@ class Follower:
         self._held.pop(number, None)
         self._loans.pop(number, None)
 
-    def _stop(self) -> None:
-        self._stopped = True
-
     def _piece(self, work: int, piece: Any) -> None:
         self._pieces[work].append(piece)
 
@@ -163,8 +157,3 @@ def shared_pieces(model: Any, work: Callable[[], Iterator[Found]]) -> Iterator[F
         raise
     finally:
         ranks.tell("end", number, None, error)
-
-
-def described(error: BaseException) -> list[str]:
-    """Its class, if it is one of ours, and its message."""
-    return [type(error).__name__, str(error)] if isinstance(error, DraftGraphError) else ["", one_line(error)]

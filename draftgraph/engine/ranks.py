@@ -24,16 +24,17 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from draftgraph import errors
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.messages import packed, unpacked
 from draftgraph.engine.pages import OutOfPages
 from draftgraph.engine.sharding import group_of
-from draftgraph.errors import RankError, UnsupportedModelError, UsageError, one_line
+from draftgraph.errors import DraftGraphError, LoadError, RankError, UnsupportedModelError, UsageError, one_line
 
 FIRST = 1 << 14  # bytes of the first broadcast of a message; most have no second
 NEVER = timedelta(days=365)  # a rank may wait for its next message as long as nobody asks anything
 REASON_SECONDS = 2.0  # for the news that a rank has ended, behind the error of a collective that it left
-ALIKE = (OutOfPages, UnsupportedModelError, UsageError)  # what one rank raises, all raise
+ALIKE = (LoadError, OutOfPages, UnsupportedModelError, UsageError)  # what one rank raises, all raise
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -53,7 +54,7 @@ class Ranks:
         self.follower: Any = None  # what rank 0 tells this one is done by it
         self.waits_since: float | None = None  # rank 0, for a pass on a device
         self._group = dist.new_group(backend="gloo", timeout=NEVER)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # rank 0's, while it tells the others something that they do together
         self._told: deque[Message] = deque()  # what the others are told before the next pass
         self.together = False  # whether all ranks compute the same at this moment
         self._models: dict[int, weakref.ref[Any]] = {}
@@ -90,7 +91,7 @@ class Ranks:
         self._told.append(list(message))
 
     def tell(self, *message: Any) -> None:
-        with self._lock:
+        with self.lock:
             self.refuse_lost()
             self.tell_later(*message)
             self._send()
@@ -98,7 +99,7 @@ class Ranks:
     @contextmanager
     def telling(self, *message: Any, now: bool = True) -> Iterator[None]:
         """What happens inside happens on every rank. `now`: the ranks meet in it; else it can wait until they do."""
-        with self._lock:
+        with self.lock:
             if self.together:  # part of what they were told
                 yield
                 return
@@ -162,25 +163,43 @@ class Ranks:
             return value
         return unpacked(self._broadcast(None))
 
-    def meet(self) -> None:
-        """Until all ranks are here."""
-        dist.barrier(group=self._group)
+    def all_or_none(self, work: Callable[[], Found]) -> Found:
+        """What this rank's work gives. All ranks meet behind it; if one of them fails, all raise the same error."""
+        try:
+            found = work()
+        except Exception as error:
+            self._refuse_failed(described(error))
+            raise
+        self._refuse_failed(None)
+        return found
 
-    def _broadcast(self, content: bytes | None) -> bytes:
-        """From rank 0, which alone has it before."""
+    def _refuse_failed(self, own: list[str] | None) -> None:
+        """Raises the first failure of all ranks, of which this is this one's."""
+        try:
+            told = [self._broadcast(packed(own) if rank == self.rank else None, rank) for rank in range(self.size)]
+        except RuntimeError as error:
+            raise self.broken(error) from error
+        failures = [(rank, failure) for rank, failure in enumerate(map(unpacked, told)) if failure is not None]
+        if failures:
+            rank, (kind, message) = failures[0]
+            where = "" if len(failures) == self.size else f"rank {rank} of {self.size}: "
+            raise as_described([kind, where + message])
+
+    def _broadcast(self, content: bytes | None, source: int = 0) -> bytes:
+        """From one rank, which alone has it before."""
         first = torch.zeros(FIRST, dtype=torch.uint8)
         room = FIRST - 8
         if content is not None:
             first[:8] = torch.frombuffer(bytearray(len(content).to_bytes(8, "little")), dtype=torch.uint8)
             first[8 : 8 + min(room, len(content))] = torch.frombuffer(bytearray(content[:room]), dtype=torch.uint8)
-        dist.broadcast(first, 0, group=self._group)
+        dist.broadcast(first, source, group=self._group)
         size = int.from_bytes(first[:8].numpy().tobytes(), "little")
         found = first[8 : 8 + min(room, size)].numpy().tobytes()
         if size > room:
             rest = torch.empty(size - room, dtype=torch.uint8)
             if content is not None:
                 rest = torch.frombuffer(bytearray(content[room:]), dtype=torch.uint8)
-            dist.broadcast(rest, 0, group=self._group)
+            dist.broadcast(rest, source, group=self._group)
             found += rest.numpy().tobytes()
         return found
 
@@ -191,6 +210,17 @@ class Led:
     def __init__(self, group: Ranks, inner: Any, number: int) -> None:
         self.group, self.inner, self.number = group, inner, number
         weakref.finalize(self, group.tell_later, "drop", number)
+
+
+def described(error: BaseException) -> list[str]:
+    """Its class, if it is one of ours, and its message: for another rank."""
+    return [type(error).__name__, str(error)] if isinstance(error, DraftGraphError) else ["", one_line(error)]
+
+
+def as_described(said: list[str]) -> DraftGraphError:
+    """What `described` was given, as far as it tells."""
+    kind, message = said
+    return getattr(errors, kind, DraftGraphError)(message)
 
 
 def current() -> Ranks | None:

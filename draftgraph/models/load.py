@@ -99,19 +99,38 @@ def load_split(ranks: Ranks, source: str, options: dict[str, Any]) -> PreTrained
             packed(told)
         except TypeError as error:
             raise UsageError(f"{error}: start the script with torchrun in place of tensor_parallel") from error
-        ranks.tell("load_model", {"source": source, "options": told})
+        with ranks.lock:  # the others hear nothing else meanwhile
+            ranks.tell("load_model", {"source": source, "options": told})
+            return load_part(ranks, source, options)
     return load_part(ranks, source, options)
 
 
 def load_part(ranks: Ranks, source: str, options: dict[str, Any]) -> PreTrainedModel:
-    """The part of a model that this rank holds."""
+    """The part of a model that this rank holds; if one rank cannot load its part, none does."""
+    from draftgraph import private
+    from draftgraph.engine.sharding import group_of
+    from draftgraph.models.ranks import LATE, loading
+
+    def part() -> PreTrainedModel:
+        try:
+            return read_part(ranks, source, options)
+        except Exception as error:
+            raise explain(error, source) from error
+
+    with loading(ranks):
+        model = ranks.all_or_none(part)
+        if not ranks.scripted:
+            private.set_group_timeout(group_of(model), LATE)
+        ranks.adopt(model)
+    return model
+
+
+def read_part(ranks: Ranks, source: str, options: dict[str, Any]) -> PreTrainedModel:
     from transformers import AutoConfig
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    from draftgraph import private
     from draftgraph.engine.sharding import attention_is_whole, group_of, plan_for
     from draftgraph.models.packed_model import is_packed_folder
-    from draftgraph.models.ranks import LATE, loading
 
     folder, options = Path(source), dict(options)
     if is_packed_folder(folder) or (folder / "adapter_config.json").is_file():
@@ -120,23 +139,16 @@ def load_part(ranks: Ranks, source: str, options: dict[str, Any]) -> PreTrainedM
     shared = {key: options[key] for key in SHARED_WITH_TOKENIZER if key in options}
     config = options.pop("config", None)
     if config is None:
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"], **shared)
-        except Exception as error:
-            raise explain(error, source) from error
+        config = AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"], **shared)
     if wanted is None and plan in (None, "auto"):
         text = config.get_text_config(decoder=True)
         text.base_model_tp_plan = plan_for(text, ranks.size)
         if ranks.leads and attention_is_whole(text, ranks.size):
             notice(f"its heads cannot be shared out over {ranks.size} ranks: each computes all of the attention")
     wanted = wanted or DistributedConfig(tp_size=ranks.size, tp_plan=plan or "auto")
-    with loading(ranks):
-        model = read_model(source, options | {"config": config, "distributed_config": wanted})
-    if (group := group_of(model)) is None:
+    model = read_model(source, options | {"config": config, "distributed_config": wanted})
+    if group_of(model) is None:
         raise UsageError(f"transformers has no plan to split a {type(model).__name__} over {ranks.size} ranks")
-    if not ranks.scripted:
-        private.set_group_timeout(group, LATE)
-    ranks.adopt(model)
     return model
 
 

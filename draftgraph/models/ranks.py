@@ -40,10 +40,11 @@ SILENCE = 15.0  # seconds without one after which a rank is taken to hang
 LATE = 20.0  # seconds that a rank may be behind the others in a pass
 GRACE = 4.0  # seconds for this process to notice by itself that others have ended
 MEETING = timedelta(minutes=2)  # for ranks to find each other
-STOP_SECONDS = 3.0  # for followers to end when they are told to
+STOP_SECONDS = 3.0  # for followers to end when rank 0 does
 ENDED = 70  # exit status of a rank that could not go on: EX_SOFTWARE of sysexits.h
 # Signs of life. Of rank 0 they say what its silence would mean: nothing, that it has ended, or that it is to be ended.
 ALIVE, AWAKE, GUARDED = ".", "!", "#"
+INTERRUPTED = "the other ranks were ended when a model's load was interrupted: start again with a new process"
 HERE = "here"  # a follower can be met; any other line of it is what went wrong
 STARTED_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 PARALLEL = ("tp_plan", "tp_size", "distributed_config", "device_mesh")  # arguments of from_pretrained
@@ -157,11 +158,11 @@ class Watch:
                 one.process.kill()  # also one that was stopped
 
     def close(self) -> None:
-        """At the end of this process."""
-        if self.ranks.lost is None and not self.ranks.together:
-            with suppress(Exception):
-                self.ranks.tell("stop")
+        """At the end of this process. Followers end when their line does, wherever they stand."""
         self.closing = True
+        for one in self.followers:
+            with suppress(OSError):
+                one.line.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + STOP_SECONDS
         for one in self.followers:
             with suppress(subprocess.TimeoutExpired):
@@ -317,16 +318,21 @@ def meet(device: torch.device, size_here: int, place: int, **told: Any) -> None:
 
 @contextmanager
 def loading(ranks: Ranks) -> Iterator[None]:
-    """Large files are read inside, in which a rank may seem to be silent, and one may need longer than the others."""
+    """Large files are read inside, in which a rank may seem to be silent. A rank 0 that is interrupted there does not
+    wait for the others: they are ended."""
+    before = ALIVE if _watch is None else _watch.sign
     if _watch is not None:
-        before, _watch.sign = _watch.sign, ALIVE
-    yield
+        _watch.sign = ALIVE
     try:
-        ranks.meet()
-    except RuntimeError as error:
-        raise ranks.broken(error) from error
-    if _watch is not None:
-        _watch.sign = AWAKE if before == ALIVE else before
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        ranks.lost = ranks.lost or INTERRUPTED
+        raise
+    finally:
+        if _watch is not None:
+            _watch.sign = AWAKE if before == ALIVE else before
 
 
 def guard() -> Callable[[], None]:

@@ -1,0 +1,42 @@
+"""What becomes of ranks, and of the process that leads them, when something goes wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_tools import save_tiny_model
+from rank_tools import RANKS, ended, start
+
+SECONDS = 150.0  # for a process and its ranks on a busy machine; none of them waits so long
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    save_tiny_model(folder / "tiny")
+    shutil.copytree(folder / "tiny", folder / "broken")
+    weights = folder / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> dict[str, Any]:
+    """What one process found, by fault."""
+    return {name: what for line in ended(start("failing", place), SECONDS) for name, what in line.items()}
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all_and_leaves_them_able_to_go_on(found: Any) -> None:
+    (everywhere, follower, leader), (before, after) = found["failed_loads"]
+    assert everywhere.startswith("LoadError: ") and "broken" in everywhere and "rank" not in everywhere
+    assert follower == f"LoadError: rank 1 of {RANKS}: no memory"
+    assert leader == f"LoadError: rank 0 of {RANKS}: no memory"
+    assert len(before) == 4 and before == after
+
+
+def test_a_process_ends_after_a_load_that_was_interrupted(place: Path) -> None:
+    (found,) = ended(start("interrupted", place), SECONDS)
+    assert "interrupted" in found["said"]
