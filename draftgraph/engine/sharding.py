@@ -87,6 +87,7 @@ class EmbeddingPart:
         self._rows = len(weight)
         self._part = copy.copy(module)
         vars(self._part).pop("forward", None)
+        self._part.padding_idx = None  # it counts all rows, and is for training alone
         private.set_parameters(self._part, {"weight": nn.Parameter(weight.detach(), False)})
 
     def compute(self, tokens: Tensor) -> Tensor:
