@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from itertools import product
 from pathlib import Path
@@ -190,6 +191,7 @@ def failing(folder: Path) -> None:
     """Faults that a process with ranks outlives."""
     pair = load_tiny(folder)
     tell(failed_loads=failed_loads(folder, pair))
+    tell(threads=threads(folder, pair))
 
 
 def failed_loads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
@@ -238,6 +240,25 @@ def interrupted(folder: Path) -> None:
             tokens_of(pair)
         except RankError as error:
             tell(said=str(error))
+
+
+def threads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
+    """What two ranks give before and after a model of this process alone was checked while another thread leads them."""
+    before, begun, checked = tokens_of(pair), threading.Event(), threading.Event()
+    whole, _ = load_model(folder / "tiny", dtype="float32", device="cpu")
+
+    def lead() -> None:
+        with pair.decoder.engines.target.group.telling("drop", 0):  # type: ignore[attr-defined]
+            begun.set()
+            checked.wait(60)
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    begun.wait()
+    kind = type(engine_for(whole)).__name__
+    checked.set()
+    leader.join()
+    return [kind, before, tokens_of(pair)]
 
 
 def load_tiny(folder: Path, name: str = "tiny") -> draftgraph.Pair:

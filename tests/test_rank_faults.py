@@ -40,3 +40,8 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_leaves_them_able_to_go_o
 def test_a_process_ends_after_a_load_that_was_interrupted(place: Path) -> None:
     (found,) = ended(start("interrupted", place), SECONDS)
     assert "interrupted" in found["said"]
+
+
+def test_another_thread_may_check_a_model_of_its_own_while_the_ranks_compute(found: Any) -> None:
+    kind, before, after = found["threads"]
+    assert kind == "PagedEngine" and len(before) == 4 and before == after

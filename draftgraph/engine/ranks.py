@@ -56,13 +56,18 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=NEVER)
         self.lock = threading.RLock()  # rank 0's, while it tells the others something that they do together
         self._told: deque[Message] = deque()  # what the others are told before the next pass
-        self.together = False  # whether all ranks compute the same at this moment
+        self.computes: int | None = None  # the thread in which this process computes what all ranks do
         self._models: dict[int, weakref.ref[Any]] = {}
         self._numbers = count(1)
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def together(self) -> bool:
+        """Whether this thread computes what all ranks do at this moment."""
+        return self.computes == threading.get_ident()
 
     def number(self) -> int:
         """For something that messages are about."""
@@ -119,11 +124,11 @@ class Ranks:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """What all ranks do alike."""
-        self.together = True
+        self.computes = threading.get_ident()
         try:
             yield
         finally:
-            self.together = False
+            self.computes = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -277,8 +282,7 @@ def on_every_rank(
 
 def agreed(value: Found) -> Found:
     """In what all ranks compute: rank 0's value. Elsewhere the value itself."""
-    ranks = _current
-    return value if ranks is None or not ranks.together else ranks.agreed(value)
+    return _current.agreed(value) if _current is not None and _current.together else value
 
 
 @contextmanager

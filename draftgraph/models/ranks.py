@@ -145,7 +145,7 @@ class Watch:
     @property
     def stuck(self) -> bool:
         """Whether this process waits for others who are gone."""
-        return self.ranks.together or self.ranks.waits_since is not None
+        return self.ranks.computes is not None or self.ranks.waits_since is not None
 
     def lose(self, why: str) -> None:
         if self.ranks.lost is None:
