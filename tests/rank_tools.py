@@ -23,9 +23,10 @@ from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching.batch import continue_all
 from draftgraph.decoder import GraphOutput
 from draftgraph.engine.borrowing import Loan
+from draftgraph.engine.pages import OutOfPages
 from draftgraph.engine.protocol import Segment
 from draftgraph.engine.ranks import current, on_every_rank
-from draftgraph.engine.selfcheck import adapt, engine_for, plain_logits
+from draftgraph.engine.selfcheck import adapt, engine_for, plain_logits, problem_of
 from draftgraph.engine.sharding import local_part
 from draftgraph.errors import LoadError, RankError
 from draftgraph.generation import prepare
@@ -188,10 +189,11 @@ def exhaust(model: Any) -> None:
 
 
 def failing(folder: Path) -> None:
-    """Faults that a process with ranks outlives."""
+    """Faults that a process with ranks outlives, and one that it does not."""
     pair = load_tiny(folder)
     tell(failed_loads=failed_loads(folder, pair))
     tell(threads=threads(folder, pair))
+    tell(short=short_of_memory(pair))
 
 
 def failed_loads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
@@ -259,6 +261,29 @@ def threads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
     checked.set()
     leader.join()
     return [kind, before, tokens_of(pair)]
+
+
+def short_of_memory(pair: draftgraph.Pair) -> list[str | None]:
+    """What a check says in which the follower has too little memory, in an error and of the ranks."""
+    ranks = current()
+    try:
+        said = check_with_little(pair.target)
+    except RankError as error:
+        said = f"RankError: {error}"
+    return [said, None if ranks is None else ranks.lost]
+
+
+@on_every_rank
+def check_with_little(model: Any) -> str | None:
+    """In an engine, which says in words of its own what it lacks."""
+
+    def check() -> None:
+        ranks = current()
+        if ranks is not None and not ranks.leads:
+            raise OutOfPages("no room") from torch.OutOfMemoryError("CUDA out of memory")
+        plain_logits(model, torch.ones((1, 1), dtype=torch.long))
+
+    return problem_of(check)
 
 
 def load_tiny(folder: Path, name: str = "tiny") -> draftgraph.Pair:

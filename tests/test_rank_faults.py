@@ -45,3 +45,8 @@ def test_a_process_ends_after_a_load_that_was_interrupted(place: Path) -> None:
 def test_another_thread_may_check_a_model_of_its_own_while_the_ranks_compute(found: Any) -> None:
     kind, before, after = found["threads"]
     assert kind == "PagedEngine" and len(before) == 4 and before == after
+
+
+def test_a_rank_that_is_short_of_memory_in_a_check_is_named(found: Any) -> None:
+    said, lost = found["short"]
+    assert f"rank 1 of {RANKS} failed: OutOfMemoryError: CUDA out of memory" in lost and said == f"RankError: {lost}"

@@ -280,9 +280,14 @@ def on_every_rank(
     return call
 
 
+def together() -> bool:
+    """Whether this thread computes what all ranks do at this moment."""
+    return _current is not None and _current.together
+
+
 def agreed(value: Found) -> Found:
     """In what all ranks compute: rank 0's value. Elsewhere the value itself."""
-    return _current.agreed(value) if _current is not None and _current.together else value
+    return _current.agreed(value) if _current is not None and together() else value
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from draftgraph.engine.leading import LeadEngine
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Engine, Segment
-from draftgraph.engine.ranks import agreed, on_every_rank, rank_count, ranks_of
+from draftgraph.engine.ranks import agreed, on_every_rank, rank_count, ranks_of, together
 from draftgraph.engine.sharding import group_of, leaves_sums_to_library, sums_change
 from draftgraph.errors import RankError, UnsupportedModelError, UsageError, one_line
 from draftgraph.files import PACKED, replacing
@@ -342,14 +342,18 @@ def because_of_sums(model: Any) -> str:
 
 
 def problem_of(check: Callable[[], str | None]) -> str | None:
-    """What a check says, or in one line why it could not be made."""
+    """What a check says, or in one line why it could not be made. A rank that is short of memory leaves the others in
+    the middle of it, so none can go on."""
     try:
         found = check()
     except RankError:
         raise
     except Exception as error:
         causes = (error, error.__cause__, error.__context__)  # an engine says in its own words what it lacks
-        kind = ShortOfMemory if any(isinstance(one, torch.OutOfMemoryError) for one in causes) else str
+        short = next((one for one in causes if isinstance(one, torch.OutOfMemoryError)), None)
+        if short is not None and together():
+            raise short
+        kind = str if short is None else ShortOfMemory
         found = kind(f"{type(error).__name__}: {one_line(error)}")
     return type(found)(agreed(found)) if isinstance(found, ShortOfMemory) else agreed(found)
 
