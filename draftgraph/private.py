@@ -156,6 +156,16 @@ def set_group_timeout(group: Any, seconds: float) -> None:
         change(timedelta(seconds=seconds), group)
 
 
+def forget_failed_group() -> None:
+    """After processes that were to form the first group have not found each other. torch names groups by counting them,
+    failed ones too; without the name this process finds no others, which count from the beginning."""
+    from torch.distributed import distributed_c10d
+
+    world = getattr(distributed_c10d, "_world", None)
+    if world is not None and hasattr(world, "group_count"):
+        world.group_count = 0
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Where nothing says so: yes, and the module is left alone."""
     hooks = [getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks")]

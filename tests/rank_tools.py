@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,8 @@ from draftgraph.engine.selfcheck import adapt, engine_for, plain_logits, problem
 from draftgraph.engine.sharding import local_part
 from draftgraph.errors import LoadError, RankError
 from draftgraph.generation import prepare
-from draftgraph.models import load, load_model
+from draftgraph.models import load, load_model, ranks
 from draftgraph.models.adapter import read_adapter
-from draftgraph.models.ranks import guard
 from draftgraph.sequence import Sequence
 
 TESTS = Path(__file__).resolve().parent
@@ -154,8 +154,8 @@ def adapters(folder: Path) -> None:
     get_peft_model(target_of("llama"), config).save_pretrained(folder / "adapter", save_embedding_layers=False)
     given = {"mine": read_adapter("mine", folder / "adapter")}
     found = []
-    for ranks in (1, RANKS):
-        target = draftgraph.load(folder / "llama", dtype="float32", device="cpu", tensor_parallel=ranks).target
+    for size in (1, RANKS):
+        target = draftgraph.load(folder / "llama", dtype="float32", device="cpu", tensor_parallel=size).target
         engine = engine_for(target)
         adapt(engine, given)
         contexts = [engine.open(adapter=number) for number in (0, 1)]
@@ -174,8 +174,8 @@ def far(one: torch.Tensor, other: torch.Tensor) -> float:
 @on_every_rank
 def take_memory(model: Any) -> None:
     """Of which the follower alone has too little."""
-    ranks = current()
-    if ranks is not None and not ranks.leads:
+    group = current()
+    if group is not None and not group.leads:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
@@ -190,10 +190,26 @@ def exhaust(model: Any) -> None:
 
 def failing(folder: Path) -> None:
     """Faults that a process with ranks outlives, and one that it does not."""
+    tell(early=dies_early(folder))
     pair = load_tiny(folder)
     tell(failed_loads=failed_loads(folder, pair))
     tell(threads=threads(folder, pair))
     tell(short=short_of_memory(pair))
+
+
+def dies_early(folder: Path) -> str:
+    """What a load says whose follower ends when it is about to be met."""
+    met, meeting = ranks.await_here, ranks.MEETING
+
+    def met_and_ended(one: ranks.Started, size: int) -> None:
+        met(one, size)
+        one.process.kill()
+
+    ranks.await_here, ranks.MEETING = met_and_ended, timedelta(seconds=2)
+    try:
+        return refusal(folder, "tiny")
+    finally:
+        ranks.await_here, ranks.MEETING = met, meeting
 
 
 def failed_loads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
@@ -208,13 +224,13 @@ def failed_loads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
 @on_every_rank
 def fail_to_load(model: Any, rank: int) -> None:
     """The next time, on one rank alone."""
-    ranks, read = current(), load.read_model
+    group, read = current(), load.read_model
 
     def fail(*given: Any) -> Any:
         load.read_model = read
         raise LoadError("no memory")
 
-    if ranks is not None and ranks.rank == rank:
+    if group is not None and group.rank == rank:
         load.read_model = fail
 
 
@@ -245,7 +261,7 @@ def interrupted(folder: Path) -> None:
 
 
 def threads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
-    """What two ranks give before and after a model of this process alone was checked while another thread leads them."""
+    """What two ranks give before and after another model was checked in one thread while they were led in another."""
     before, begun, checked = tokens_of(pair), threading.Event(), threading.Event()
     whole, _ = load_model(folder / "tiny", dtype="float32", device="cpu")
 
@@ -265,12 +281,12 @@ def threads(folder: Path, pair: draftgraph.Pair) -> list[Any]:
 
 def short_of_memory(pair: draftgraph.Pair) -> list[str | None]:
     """What a check says in which the follower has too little memory, in an error and of the ranks."""
-    ranks = current()
+    group = current()
     try:
         said = check_with_little(pair.target)
     except RankError as error:
         said = f"RankError: {error}"
-    return [said, None if ranks is None else ranks.lost]
+    return [said, None if group is None else group.lost]
 
 
 @on_every_rank
@@ -278,8 +294,8 @@ def check_with_little(model: Any) -> str | None:
     """In an engine, which says in words of its own what it lacks."""
 
     def check() -> None:
-        ranks = current()
-        if ranks is not None and not ranks.leads:
+        group = current()
+        if group is not None and not group.leads:
             raise OutOfPages("no room") from torch.OutOfMemoryError("CUDA out of memory")
         plain_logits(model, torch.ones((1, 1), dtype=torch.long))
 
@@ -318,7 +334,7 @@ def script(folder: Path) -> None:
 def guarded(folder: Path) -> None:
     """Rank 0 of a server, which is stopped from outside: see `test_a_rank_0_that_hangs_is_ended`."""
     load_tiny(folder)
-    guard()
+    ranks.guard()
     print(json.dumps(children(os.getpid())), flush=True)
     time.sleep(120)
 

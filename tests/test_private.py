@@ -214,6 +214,22 @@ def test_a_process_group_waits_no_longer_than_it_is_told(gone: bool, monkeypatch
         distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_group_that_was_never_met_is_not_counted(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, wait = distributed.HashStore(), timedelta(milliseconds=50)  # type: ignore[attr-defined]
+    before = distributed.distributed_c10d._world.group_count
+    try:
+        with pytest.raises(RuntimeError, match="imeout"):
+            distributed.init_process_group("gloo", store=place, rank=0, world_size=2, timeout=wait)
+        with monkeypatch.context() as patched:
+            if gone:
+                patched.delattr(distributed.distributed_c10d, "_world")
+            private.forget_failed_group()
+        assert (distributed.distributed_c10d._world.group_count == 0) is not gone
+    finally:
+        distributed.distributed_c10d._world.group_count = before
+
+
 def test_nested_values() -> None:
     tree = ([1, (2, {"three": 3})],)
     for mapped in (private.tree_map, private.plain_tree_map):

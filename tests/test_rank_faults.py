@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_tools import save_tiny_model
 from rank_tools import RANKS, ended, start
+
+from draftgraph.errors import RankError
+from draftgraph.models import ranks
 
 SECONDS = 150.0  # for a process and its ranks on a busy machine; none of them waits so long
 
@@ -27,6 +34,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(place: Path) -> dict[str, Any]:
     """What one process found, by fault."""
     return {name: what for line in ended(start("failing", place), SECONDS) for name, what in line.items()}
+
+
+def test_a_follower_that_ends_before_it_is_met_is_named_and_the_next_load_starts_another(found: Any) -> None:
+    assert found["early"] == f"RankError: rank 1 of {RANKS} was ended by signal 9" and found["failed_loads"]
+
+
+def test_a_follower_that_never_starts_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "STARTING", 0.1)
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with ours, theirs, tempfile.TemporaryFile() as errors, pytest.raises(RankError, match="rank 1 of 2 does not"):
+            ranks.await_here(ranks.Started(1, process, ours, errors), 2)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_load_that_fails_on_one_rank_fails_on_all_and_leaves_them_able_to_go_on(found: Any) -> None:

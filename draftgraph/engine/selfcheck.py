@@ -352,7 +352,7 @@ def problem_of(check: Callable[[], str | None]) -> str | None:
         causes = (error, error.__cause__, error.__context__)  # an engine says in its own words what it lacks
         short = next((one for one in causes if isinstance(one, torch.OutOfMemoryError)), None)
         if short is not None and together():
-            raise short
+            raise short from None
         kind = str if short is None else ShortOfMemory
         found = kind(f"{type(error).__name__}: {one_line(error)}")
     return type(found)(agreed(found)) if isinstance(found, ShortOfMemory) else agreed(found)

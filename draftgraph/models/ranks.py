@@ -28,6 +28,7 @@ from typing import IO, Any
 import torch
 from torch import distributed as dist
 
+from draftgraph import private
 from draftgraph.engine.borrowing import unwrapped
 from draftgraph.engine.following import Follower
 from draftgraph.engine.ranks import Ranks, current, join
@@ -39,7 +40,9 @@ BEAT = 1.0  # seconds between two signs of life
 SILENCE = 15.0  # seconds without one after which a rank is taken to hang
 LATE = 20.0  # seconds that a rank may be behind the others in a pass
 GRACE = 4.0  # seconds for this process to notice by itself that others have ended
-MEETING = timedelta(minutes=2)  # for ranks to find each other
+STARTING = 300.0  # seconds for a follower to import what it needs
+MEETING = timedelta(seconds=30)  # for ranks of one machine, all of which have started, to find each other
+BEHIND = timedelta(minutes=2)  # for those of a script to do so; then, for one that is behind the others in a load
 STOP_SECONDS = 3.0  # for followers to end when rank 0 does
 ENDED = 70  # exit status of a rank that could not go on: EX_SOFTWARE of sysexits.h
 # Signs of life. Of rank 0 they say what its silence would mean: nothing, that it has ended, or that it is to be ended.
@@ -83,7 +86,9 @@ class Started:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         status = self.process.returncode
-        if status is not None and status < 0:
+        if status is None:
+            return "does not answer"
+        if status < 0:
             return f"was ended by signal {-status}"
         said = self.said if self.said != HERE else ""
         return f"failed: {said or self._last_error or f'it ended with status {status}'}"
@@ -173,8 +178,7 @@ class Watch:
             one.line.close()
             one.errors.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()
+        leave_group()
 
 
 _watch: Watch | None = None
@@ -206,7 +210,7 @@ def ranks_for(size: int, device: torch.device) -> Ranks:
         return started(size, device)
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        meet(device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), place_of(local, device))
+        meet(device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), place_of(local, device), BEHIND)
     return scripted()
 
 
@@ -241,15 +245,20 @@ def started(size: int, device: torch.device) -> Ranks:
         followers += [start(rank, size, device, folder) for rank in range(1, size)]
         for one in followers:
             await_here(one, size)
-        if device.type == "cpu":  # ranks share its cores
-            torch.set_num_threads(threads_of(size))
         meet_here(0, size, device, folder)
         ranks = Ranks(0, size)
-    except BaseException:
+    except BaseException as error:
+        leave_group()
+        private.forget_failed_group()
+        reason = reason_of_absence(followers, size)
         for one in followers:
             one.process.kill()
         shutil.rmtree(folder, ignore_errors=True)
-        raise
+        if reason is None or not isinstance(error, Exception):
+            raise
+        raise RankError(reason) from error
+    if device.type == "cpu":  # ranks share its cores
+        torch.set_num_threads(threads_of(size))
     join(ranks)
     _watch = Watch(ranks, followers, folder)
     atexit.register(_watch.close)
@@ -281,10 +290,20 @@ def threads_of(size: int) -> int:
 
 
 def await_here(one: Started, size: int) -> None:
+    one.line.settimeout(STARTING)
     while one.said != HERE:
         if not one.hear():
             raise RankError(f"rank {one.rank} of {size} {one.fate}")
     one.line.setblocking(False)
+
+
+def reason_of_absence(followers: list[Started], size: int) -> str | None:
+    """Why a follower could not be met, if one has ended."""
+    for one in followers:
+        if one.process.poll() is not None:
+            one.hear()  # its last words
+            return f"rank {one.rank} of {size} {one.fate}"
+    return None
 
 
 def place_of(rank: int, device: torch.device) -> int:
@@ -297,23 +316,31 @@ def meet_here(rank: int, size: int, device: torch.device, folder: Path) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to connect
     store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
-    meet(device, size, place_of(rank, device), store=store, rank=rank, world_size=size)
+    meet(device, size, place_of(rank, device), MEETING, store=store, rank=rank, world_size=size)
+    store.set_timeout(BEHIND)
+    private.set_group_timeout(dist.group.WORLD, BEHIND.total_seconds())
 
 
-def meet(device: torch.device, size_here: int, place: int, **told: Any) -> None:
+def leave_group() -> None:
+    """NCCL's may wait for others who are gone: it is left as it is."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
+def meet(device: torch.device, size_here: int, place: int, within: timedelta, **told: Any) -> None:
     """On GPUs with NCCL, which does not take two ranks on one: those meet by way of the host."""
     if device.type != "cuda" and torch.cuda.is_available():
         raise UsageError("ranks take the GPUs of a machine: hide them (CUDA_VISIBLE_DEVICES=) to compute on its CPU")
     if device.type != "cuda":
-        dist.init_process_group("gloo", timeout=MEETING, **told)
+        dist.init_process_group("gloo", timeout=within, **told)
         return
     own = torch.device("cuda", place)
     torch.cuda.set_device(own)
     os.environ.setdefault("LOCAL_RANK", str(place))  # where transformers looks for it
     if torch.cuda.device_count() >= size_here:
-        dist.init_process_group("nccl", timeout=MEETING, device_id=own, **told)
+        dist.init_process_group("nccl", timeout=within, device_id=own, **told)
     else:
-        dist.init_process_group("gloo", timeout=MEETING, **told)
+        dist.init_process_group("gloo", timeout=within, **told)
 
 
 @contextmanager
