@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -243,6 +246,21 @@ def refusal(folder: Path, model: str) -> str:
     return ""
 
 
+def left(folder: Path) -> None:
+    """A follower ends, and then rank 0 as the engine of a server does."""
+    load_tiny(folder)
+    (follower,) = children(os.getpid())
+    os.kill(follower, signal.SIGABRT)
+    group = current()
+    while group is not None and group.lost is None:
+        time.sleep(0.05)
+    tell(lost=None if group is None else group.lost)
+    over = time.monotonic() + 20
+    while meeting_places(Path(tempfile.gettempdir())) and time.monotonic() < over:
+        time.sleep(0.05)
+    os._exit(0)
+
+
 def interrupted(folder: Path) -> None:
     """Ctrl-C while a second model is loaded."""
     pair = load_tiny(folder)
@@ -342,6 +360,20 @@ def guarded(folder: Path) -> None:
 def children(process: int) -> list[int]:
     lines = [(int(stat.parent.name), fields(stat)) for stat in Path("/proc").glob("[0-9]*/stat")]
     return [number for number, found in lines if found and int(found[1]) == process and found[0] != "Z"]
+
+
+def meeting_places(folder: Path) -> list[Path]:
+    """Folders that ranks have left behind."""
+    return list(folder.glob("draftgraph-ranks-*"))
+
+
+def mentioning(folder: Path) -> list[str]:
+    """Commands of processes, such as followers, that name a folder for temporary files."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [command for command in found if str(folder) in command]
 
 
 def is_running(process: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cli_tools import save_tiny_model
-from rank_tools import RANKS, ended, start
+from rank_tools import RANKS, ended, meeting_places, start
 
 from draftgraph.errors import RankError
 from draftgraph.models import ranks
@@ -73,3 +73,8 @@ def test_another_thread_may_check_a_model_of_its_own_while_the_ranks_compute(fou
 def test_a_rank_that_is_short_of_memory_in_a_check_is_named(found: Any) -> None:
     said, lost = found["short"]
     assert f"rank 1 of {RANKS} failed: OutOfMemoryError: CUDA out of memory" in lost and said == f"RankError: {lost}"
+
+
+def test_ranks_that_end_with_their_process_leave_no_folder_behind(place: Path, tmp_path: Path) -> None:
+    (found,) = ended(start("left", place, TMPDIR=str(tmp_path)), SECONDS)
+    assert "signal 6" in found["lost"] and not meeting_places(tmp_path)

@@ -19,7 +19,20 @@ import openai
 import pytest
 import torch
 from cli_tools import Runner, refused, save_tiny_model
-from rank_tools import FAMILIES, MODES, NEW_TOKENS, RANKS, STYLES, children, ended, is_running, save_families, start
+from rank_tools import (
+    FAMILIES,
+    MODES,
+    NEW_TOKENS,
+    RANKS,
+    STYLES,
+    children,
+    ended,
+    is_running,
+    meeting_places,
+    mentioning,
+    save_families,
+    start,
+)
 from serve_tools import wait_until
 from transformers import LlamaConfig
 
@@ -129,7 +142,6 @@ def test_a_rank_0_that_hangs_is_ended(place: Path) -> None:
     process = start("guarded", place)
     assert process.stdout is not None
     (follower,) = json.loads(process.stdout.readline())
-    time.sleep(1.5)  # until it is told that it guards
     process.send_signal(signal.SIGSTOP)
     begun = time.monotonic()
     assert process.wait(WITHIN) == -signal.SIGKILL and time.monotonic() - begun < WITHIN
@@ -138,13 +150,15 @@ def test_a_rank_0_that_hangs_is_ended(place: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_command_starts_its_ranks_and_leaves_none_behind(place: Path) -> None:
+def test_a_command_starts_its_ranks_and_leaves_none_behind(place: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "draftgraph", "compare", "the cat sat on", "--target", str(place / "tiny")]
     command += ["--draft", "self", "--raw", "--max-new-tokens", "4", "--repeat", "1", "--no-llama", "--json"]
     command += ["--tensor-parallel", str(RANKS), "--device", "cpu", "--dtype", "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    own = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, timeout=300)
     assert done.returncode == 0 and json.loads(done.stdout)["same_tokens"], done.stderr
     assert not done.stderr.strip(), done.stderr
+    wait_until(lambda: not meeting_places(tmp_path) and not mentioning(tmp_path))
 
 
 @pytest.fixture

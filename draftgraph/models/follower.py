@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,12 +65,12 @@ class Lifeline:
                     os.kill(self._leader, signal.SIGKILL)
                 self.end(ENDED)
 
-    def end(self, status: int) -> None:
+    def end(self, status: int) -> NoReturn:
         shutil.rmtree(self._folder, ignore_errors=True)
-        os._exit(status)
+        os._exit(status)  # threads of libraries may hold the interpreter back
 
 
-def follow(told: dict[str, Any]) -> None:
+def follow(told: dict[str, Any]) -> NoReturn:
     device = torch.device(told["device"])
     meet_here(told["rank"], told["size"], device, Path(told["folder"]))
     ranks = Ranks(told["rank"], told["size"])
@@ -86,14 +86,12 @@ def main() -> None:
     lifeline = Lifeline(socket.socket(fileno=int(descriptor)), Path(told["folder"]))
     lifeline.say(HERE)
     threading.Thread(target=lifeline.run, name="lifeline", daemon=True).start()
-    status = 0
     try:
         follow(told)
     except BaseException as error:
         said = str(error) if isinstance(error, DraftGraphError) else f"{type(error).__name__}: {one_line(error)}"
         lifeline.say(" ".join(said.split()))
-        status = ENDED
-    os._exit(status)  # threads of libraries may hold the interpreter back
+        lifeline.end(ENDED)
 
 
 if __name__ == "__main__":

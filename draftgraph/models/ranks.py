@@ -128,12 +128,17 @@ class Watch:
                 if time.monotonic() - self.last >= BEAT:
                     self.beat()
 
-    def beat(self) -> None:
-        now = time.monotonic()
-        passed, self.last = min(now - self.last, 2 * BEAT), now  # time that this process was stopped does not count
+    def show(self) -> None:
+        """The sign to all followers."""
         for one in self.followers:
             with suppress(OSError):
                 one.line.send(f"{self.sign} ".encode())
+
+    def beat(self) -> None:
+        now = time.monotonic()
+        passed, self.last = min(now - self.last, 2 * BEAT), now  # time that this process was stopped does not count
+        self.show()
+        for one in self.followers:
             one.silent += passed
             if self.sign != ALIVE and one.silent > SILENCE:
                 self.lose(f"rank {one.rank} of {self.ranks.size} has been silent for {SILENCE:.0f} seconds")
@@ -161,6 +166,7 @@ class Watch:
         for one in self.followers:
             if one.process.poll() is None:
                 one.process.kill()  # also one that was stopped
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """At the end of this process. Followers end when their line does, wherever they stand."""
@@ -177,7 +183,6 @@ class Watch:
         for one in self.followers:
             one.line.close()
             one.errors.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
         leave_group()
 
 
@@ -369,4 +374,5 @@ def guard() -> Callable[[], None]:
     if ranks is None or _watch is None:
         return lambda: None
     _watch.sign = GUARDED
+    _watch.show()
     return ranks.refuse_lost
