@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import pickle
 import runpy
 import socket
 import tempfile
@@ -323,6 +324,15 @@ def test_a_door_refuses_wrong_keys_and_long_bodies_itself():
     door.http.headers["Authorization"] = "Bearer key"
     assert door.post(prompt="the" * 1000).status_code == 413
     assert door.counted() == {"401": 1, "413": 1} and not door.replicas.asked
+
+
+def test_a_key_goes_no_further_than_to_the_door():
+    door = FakeDoor([Taken("a", False), WHOLE], keys=("key-of-anna",))
+    door.http.headers.update({"Authorization": "Bearer key-of-anna", "X-Session-Id": "7"})
+    assert door.post(prompt="the").status_code == 200
+    (asked,) = door.replicas.asked
+    assert (b"x-session-id", b"7") in asked.scope["headers"] and asked.tenant
+    assert b"key-of-anna" not in pickle.dumps(asked)
 
 
 def test_what_an_app_sends_in_the_meantime_is_one_batch():

@@ -347,7 +347,7 @@ class PassOn:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, state = (await receive())["body"], scope["state"]
         conversation = conversation_of(body, state["tenant"])
-        asked = Asked({name: scope[name] for name in SCOPE if name in scope}, body, state["tenant"], conversation)
+        asked = Asked(passed_on(scope), body, state["tenant"], conversation)
         for tries in reversed(range(TRIES)):
             reply = Reply(scope, send)
             taken = await self._try(replace(asked, is_last_try=not tries), reply)
@@ -374,6 +374,12 @@ class PassOn:
             if not reply.is_complete:
                 answer.cancel()
         return taken
+
+
+def passed_on(scope: Scope) -> dict[str, Any]:
+    """What a replica is told of a request: not its key, which the door has seen."""
+    told = {name: scope[name] for name in SCOPE if name in scope}
+    return told | {"headers": [one for one in scope["headers"] if one[0].lower() != b"authorization"]}
 
 
 async def in_time(taken: Awaitable[Taken]) -> Taken:
