@@ -104,6 +104,7 @@ def test_the_file_for_ray_makes_the_application(deployed):
     door = deployed._bound_deployment
     (replicas,) = (one._bound_deployment for one in door.init_args)
     assert (door.name, replicas.name) == (DOOR, REPLICA)
+    assert door.num_replicas == 8
     scaling = replicas._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (2, 8, 15)
     assert replicas._deployment_config.graceful_shutdown_timeout_s == 600

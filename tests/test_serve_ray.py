@@ -160,6 +160,15 @@ def test_replicas_scale_where_they_are_asked_to():
     assert found["target_ongoing_requests"] == 4
 
 
+def test_there_are_doors_for_as_many_replicas_as_there_may_be():
+    def doors(**arguments: Any) -> Any:
+        return app(arguments)._bound_deployment.num_replicas
+
+    assert (doors(), doors(replicas=3), doors(replicas=2, max_replicas=8)) == (1, 3, 8)
+    assert doors(autoscaling={"max_replicas": 5}) == 5
+    assert doors(max_replicas=8, doors=2) == 2
+
+
 def test_a_replica_has_a_gpu_for_each_rank_of_its_target():
     def gpus(**load: Any) -> float:
         scale, service = read_arguments({"tensor_parallel": "4"} | load)
@@ -366,7 +375,8 @@ KEYS, CLIENTS = ["key-of-anna", "key-of-bob"], 12
 PROMPTS = [f"{name}: the cat sat on a mat and saw that dog" for name in ("anna", "bob", "carl", "dora")]
 SCALING = {"target_ongoing_requests": 2, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0}
 SCALING |= {"metrics_interval_s": 0.5, "look_back_period_s": 1.0}
-OPTIONS = {"name": "tiny", "cost": "flat", "slots": 16384, "num_cpus": 0.5, "max_replicas": 2, "autoscaling": SCALING}
+OPTIONS = {"name": "tiny", "cost": "flat", "slots": 16384, "num_cpus": 0.5, "max_replicas": 2, "doors": 1}
+OPTIONS |= {"autoscaling": SCALING}
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     )(Replica)
     doors = serve.deployment(
         name=DOOR,
-        num_replicas=scale.doors or max(1, scale.replicas),
+        num_replicas=scale.doors or max(1, scale.most),
         max_ongoing_requests=AT_DOOR,
         ray_actor_options={"num_cpus": 0},
         **common,
@@ -116,7 +116,7 @@ class Scale:
         autoscaling: More of Serve's `autoscaling_config`, such as `{"upscale_delay_s": 10}`.
         num_cpus: Processors of a replica, which are its threads as well.
         num_gpus: GPUs of a replica, all on one machine; left out: one for each rank of the target if there are any.
-        doors: Processes that read requests and pass on answers; left out: as many as replicas at least.
+        doors: Processes that read requests and pass on answers; left out: as many as there may be replicas.
     """
 
     replicas: int = 1
@@ -126,12 +126,16 @@ class Scale:
     num_gpus: float | None = None
     doors: int | None = None
 
+    @property
+    def most(self) -> int:
+        """Replicas, when requests need as many as there may be."""
+        return max(self.replicas, self.autoscaling.get("max_replicas", self.max_replicas) or 0)
+
     def counts(self, settings: ServerSettings) -> dict[str, Any]:
         """Half as many requests as are answered together: then more replicas are there before requests wait."""
         if self.max_replicas is None and not self.autoscaling:
             return {"num_replicas": self.replicas}
-        most = max(self.replicas, self.max_replicas or self.replicas)
-        bounds = {"min_replicas": self.replicas, "initial_replicas": self.replicas, "max_replicas": most}
+        bounds = {"min_replicas": self.replicas, "initial_replicas": self.replicas, "max_replicas": self.most}
         asked = {"target_ongoing_requests": max(1.0, settings.max_texts / 2)}
         return {"autoscaling_config": bounds | asked | self.autoscaling}
 
