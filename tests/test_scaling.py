@@ -11,6 +11,7 @@ from ray.serve.schema import ServeDeploySchema
 from draftgraph.cli.app import app as commands
 from draftgraph.serve.app import health_routes
 from draftgraph.serve.engine import EXIT_SECONDS
+from draftgraph.serve.guard import OPEN
 from draftgraph.serve.ray import DOOR, REPLICA, app
 from draftgraph.serve.run import LAST_WORDS
 from draftgraph.serve.settings import ServerSettings
@@ -32,6 +33,8 @@ def test_probes_ask_for_what_the_server_has():
     assert "/health" in {route.path for route in health_routes().routes}
     assert {SERVER[name]["httpGet"]["port"] for name in paths} == {SERVER["ports"][0]["name"]}
     assert POD["metadata"]["annotations"]["prometheus.io/path"] == "/metrics"
+    assert "DRAFTGRAPH_KEY_FILE" in ENVIRONMENT and "/metrics" not in OPEN  # so Prometheus needs a key
+    assert "credentials_file" in (REPOSITORY / "docs" / "scaling.md").read_text()
 
 
 def test_what_is_under_way_when_a_pod_ends_has_its_time():
