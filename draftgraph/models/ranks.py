@@ -319,7 +319,8 @@ def place_of(rank: int, device: torch.device) -> int:
 def meet_here(rank: int, size: int, device: torch.device, folder: Path) -> None:
     """Makes this process one of a group of this machine, which meets in a folder."""
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to connect
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # nobody else is to connect
     store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
     meet(device, size, place_of(rank, device), MEETING, store=store, rank=rank, world_size=size)
     store.set_timeout(BEHIND)
