@@ -34,7 +34,7 @@ PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)  # 32 numbers in bfloat16
 DENSE = {32: FLOATS, 16: SHORTS, HALF: HALVES}  # kinds of weights that are no packed ones
 
 
-class BFloat(ir.Type):
+class BFloat(ir.Type):  # type: ignore[misc]
     """Numbers in bfloat16 by LLVM's name, which llvmlite does not know: operands of instructions are of it."""
 
     def _to_string(self) -> str:
