@@ -5,19 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from families import VOCAB
 from torch import Tensor
 
+from draftgraph.engine import paged
 from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.eager import EagerEngine
 from draftgraph.engine.paged import PagedContext, PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Context, Segment
+from draftgraph.kernels import attention, rows
 
 PAGED = ("llama", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "mixtral")
 PARENTS = np.array([-1, 0, 0, 1, 2, 1, 3, 0])
 ALONE = np.array([0]), np.ones((1, 1), dtype=bool)  # depth and visible slots of one node behind the text
+
+
+def let_libraries_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are those of a model's modules, whose sums change their order with the rows of a pass."""
+    monkeypatch.setattr(paged, "program_of", lambda *_: None)
+    monkeypatch.setattr(rows, "REPLACED", {})
+    monkeypatch.setattr(attention, "is_plain", lambda *_: False)
 
 
 def ancestry(parents: Any) -> tuple[Any, Any]:

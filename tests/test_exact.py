@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_tools import let_libraries_sum
 from families import FAMILIES, MORE_FAMILIES, VOCAB, perturbed, target_of
 from kernel_tools import in_one_order
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,8 +18,6 @@ from draftgraph.cost import FlatCost
 from draftgraph.engine import attention, paged
 from draftgraph.engine.selfcheck import bit_difference, has_order, inexactness
 from draftgraph.errors import UnsupportedModelError
-from draftgraph.kernels import attention as attention_kernels
-from draftgraph.kernels import rows
 from draftgraph.pair import Pair
 from draftgraph.stats import Stats
 
@@ -30,9 +29,7 @@ EAGER_AUTO = GraphConfig(cost=FlatCost(0.0), tau=1)
 
 def of_modules(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> Any:
     """A model whose passes are those of its modules, where libraries choose the order of sums by the rows of a pass."""
-    monkeypatch.setattr(paged, "program_of", lambda *_: None)
-    monkeypatch.setattr(rows, "REPLACED", {})
-    monkeypatch.setattr(attention_kernels, "is_plain", lambda *_: False)
+    let_libraries_sum(monkeypatch)
     return target_of("llama").to(dtype)
 
 

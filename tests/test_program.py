@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from engine_tools import ancestry, plain_story, story
+from engine_tools import ancestry, let_libraries_sum, plain_story, story
 from families import SMALL, VOCAB, perturbed, target_of
 
 from draftgraph import GraphConfig, GraphDecoder
-from draftgraph.engine import paged
 from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
@@ -201,7 +200,7 @@ def test_the_number_of_threads_changes_no_bit(form: str, monkeypatch: pytest.Mon
 
 def test_passes_in_another_order_of_sums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits' test can fail: modules add up in whatever order a library likes."""
-    monkeypatch.setattr(paged, "program_of", lambda *_: None)
+    let_libraries_sum(monkeypatch)
     engine, text = PagedEngine(model_of("llama", "bfloat16")), list(range(20))
     _, tokens, depths, visible = random_tree(33, 1)
     context, path = engine.open(), np.flatnonzero(visible[-1])
