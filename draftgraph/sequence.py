@@ -348,7 +348,7 @@ class Sequence:
     def choose(self, hypotheses: Hypotheses, result: PassResult) -> Walk:
         """The path that the target agrees with, and the token that it adds."""
         chosen = walk(hypotheses.tree, result, self.chooser, self.prefix, self.request.criteria)
-        if not self.request.may_be_invalid and not result.finite(chosen.visited):
+        if not self.request.may_be_invalid and not result.ranking.finite(chosen.visited):
             raise DraftGraphError("the target's logits are not finite: load it in another dtype, or check its weights")
         return chosen
 

@@ -9,7 +9,7 @@ import torch
 from kernel_tools import interpreter
 from torch import Tensor
 
-from draftgraph.kernels.best import best_tokens, best_tokens_reference, best_tokens_triton
+from draftgraph.kernels.best import best_logits, best_tokens, best_tokens_reference, best_tokens_triton
 
 Best = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 SHAPES = [(1, 97, 4), (3, 2048, 8), (2, 2049, 1), (2, 12288, 16)]
@@ -67,3 +67,27 @@ def test_the_kernel_gives_the_same_on_a_gpu(shape: tuple[int, int, int], dtype: 
     logits = logits_of(*shape[:2]).cuda().to(dtype)
     (_, chances), (_, values) = best_tokens(logits, shape[2]), best_tokens_reference(logits, shape[2])
     torch.testing.assert_close(chances, values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [5, 16, 97, 49152])
+def test_the_compiled_search_gives_the_same_and_of_equals_the_first(columns: int) -> None:
+    logits = logits_of(3, columns).mul(4).round().div(4)  # many are equal
+    logits[1] = -torch.inf
+    logits[1, columns // 2] = 3.0
+    k = min(16, columns)
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    tokens, values = best_logits(logits, k)
+    assert torch.equal(tokens, order.indices[:, :k]) and torch.equal(values, order.values[:, :k])
+    tokens, chances = best_tokens(logits, k)
+    assert torch.equal(tokens, order.indices[:, :k])
+    torch.testing.assert_close(chances, torch.log_softmax(logits, dim=-1).gather(1, tokens))
+
+
+@pytest.mark.parametrize("columns", [5, 97, 4096])
+def test_what_is_no_number_is_found_among_numbers(columns: int) -> None:
+    """So that a model with broken weights is refused, wherever in a row it shows."""
+    for place in {0, columns // 2, columns - 1}:
+        logits = logits_of(1, columns)
+        logits[0, place] = torch.nan
+        tokens, values = best_logits(logits, 4)
+        assert int(tokens[0, 0]) == place and bool(values[0, 0].isnan()) and bool(values[0, 1:].isfinite().all())

@@ -37,7 +37,8 @@ class Ranking:
 
     @classmethod
     def of(cls, logits: Tensor, kept: int = KEPT) -> Ranking:
-        return cls.read(ranked(logits, kept).cpu().numpy())
+        tokens, values = best_logits(logits, kept)
+        return cls(tokens.cpu().numpy(), values.double().cpu().numpy())
 
     @classmethod
     def read(cls, found: Floats) -> Ranking:
@@ -161,17 +162,7 @@ class PassResult:
 
     def best(self, node: int) -> int:
         """The argmax of a node."""
-        return self._bests[node] if self._ranking is None else self.ranking.best(node, self.logits)
-
-    @cached_property
-    def _bests(self) -> list[int]:
-        """Of every node, in one read."""
-        return self.logits.argmax(dim=-1).tolist()
-
-    def finite(self, nodes: list[int]) -> bool:
-        if self._ranking is not None:
-            return self.ranking.finite(nodes)
-        return bool(torch.isfinite(self.logits[nodes].amax(dim=-1)).all())
+        return self.ranking.best(node, self.logits)
 
 
 PREFILL_CHUNK = 2048  # tokens that are read in one pass, if nothing else is asked for

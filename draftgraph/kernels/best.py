@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftgraph.compiled import compiled
 from draftgraph.kernels.triton_or_stub import available, tl, triton
-from draftgraph.kernels.vectors import LANES, everywhere, exp, load, load_number, total
+from draftgraph.kernels.vectors import LANES, any_above, everywhere, exp, load, load_number, total
 
 PART = 2048  # columns that one program searches
 
@@ -19,8 +19,7 @@ PART = 2048  # columns that one program searches
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Columns and log-probabilities of the k best of each row, best first. # [rows, k] int64, [rows, k] float32"""
     k = min(k, logits.shape[-1])
-    in_rows = logits.dtype == torch.float32 and logits.stride(1) == 1
-    if logits.device.type == "cpu" and in_rows and not torch.compiler.is_compiling():
+    if is_compilable(logits):
         return best_tokens_compiled(logits, k)
     return best_tokens_triton(logits, k) if logits.is_cuda and available else best_tokens_reference(logits, k)
 
@@ -30,6 +29,8 @@ def best_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, logits.shape[-1])
     if logits.is_cuda and available and logits.dtype != torch.float64:
         return best_tokens_triton(logits, k, normalised=False)
+    if is_compilable(logits):
+        return best_tokens_compiled(logits, k, normalised=False)
     best = torch.topk(logits, k)
     return best.indices, best.values
 
@@ -39,37 +40,49 @@ def best_tokens_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best.indices, best.values
 
 
-def best_tokens_compiled(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def is_compilable(logits: Tensor) -> bool:
+    in_rows = logits.dtype == torch.float32 and logits.stride(1) == 1
+    return logits.device.type == "cpu" and in_rows and not torch.compiler.is_compiling()
+
+
+def best_tokens_compiled(logits: Tensor, k: int, normalised: bool = True) -> tuple[Tensor, Tensor]:
     tokens, chances = torch.empty((len(logits), k), dtype=torch.long), torch.empty((len(logits), k))
-    _best_compiled(logits.data_ptr(), 4 * logits.stride(0), logits.shape[1], tokens.numpy(), chances.numpy())
+    found = tokens.numpy(), chances.numpy()
+    _best_compiled(logits.data_ptr(), 4 * logits.stride(0), logits.shape[1], *found, normalised)
     return tokens, chances
 
 
 @compiled
-def _best_compiled(logits: int, row_bytes: int, columns: int, tokens: Any, chances: Any) -> None:
+def _best_compiled(logits: int, row_bytes: int, columns: int, tokens: Any, chances: Any, normalised: bool) -> None:
+    """Of equals the first, and what is no number before all others."""
     k, whole = tokens.shape[1], columns // LANES * LANES
     for row in range(len(tokens)):
         place = logits + row * row_bytes
-        count, least = 0, -inf
-        for column in range(columns):
-            value = load_number(place + 4 * column)
-            if value > least or count < k:
+        count, least = 0, np.float32(-inf)
+        for start in range(0, columns, LANES):
+            if count == k and start < whole and not any_above(place + 4 * start, least):
+                continue
+            for column in range(start, min(start + LANES, columns)):
+                value = load_number(place + 4 * column)
+                if count == k and value <= least:
+                    continue
                 at = min(count, k - 1)
-                while at > 0 and chances[row, at - 1] < value:
+                while at > 0 and not (value <= chances[row, at - 1] or chances[row, at - 1] != chances[row, at - 1]):
                     tokens[row, at], chances[row, at] = tokens[row, at - 1], chances[row, at - 1]
                     at -= 1
                 tokens[row, at], chances[row, at] = column, value
                 count = min(count + 1, k)
-                least = chances[row, k - 1] if count == k else -inf
-        highest, sums = everywhere(chances[row, 0]), everywhere(np.float32(0.0))
-        for column in range(0, whole, LANES):
-            sums = sums + exp(load(place + 4 * column) - highest)
-        mass = np.float64(total(sums))
-        for column in range(whole, columns):
-            mass += np.exp(np.float64(load_number(place + 4 * column) - chances[row, 0]))
-        best = np.float64(chances[row, 0])
-        for rank in range(k):
-            chances[row, rank] = chances[row, rank] - best - log(mass)
+                least = chances[row, k - 1] if count == k else np.float32(-inf)
+        if normalised:
+            highest, sums = everywhere(chances[row, 0]), everywhere(np.float32(0.0))
+            for column in range(0, whole, LANES):
+                sums = sums + exp(load(place + 4 * column) - highest)
+            mass = np.float64(total(sums))
+            for column in range(whole, columns):
+                mass += np.exp(np.float64(load_number(place + 4 * column) - chances[row, 0]))
+            best = np.float64(chances[row, 0])
+            for rank in range(k):
+                chances[row, rank] = chances[row, rank] - best - log(mass)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -124,6 +124,11 @@ class Growth:
 
     def begin(self, length: Tensor) -> None:
         """Behind texts of these lengths: nothing is open, and the places of expanded nodes are found. # [sequences]"""
+        if self.tokens.device.type == "cpu":
+            one = self.arrays
+            return _begin_compiled(
+                one.open, one.length, one.slots, one.pages, one.levels, length.numpy(), self.width, self.idle
+            )
         self.open.fill_(-torch.inf)
         self.length.copy_(length)
         number = torch.arange(self.slots.shape[1], device=length.device)
@@ -136,6 +141,20 @@ class Growth:
         """What the nodes see that were chosen last."""
         told = self.starts, self.lengths, self.pages, self.ancestors, self.next_positions, self.positions
         return PagedPass(*told, self.width)
+
+
+@compiled
+def _begin_compiled(
+    open_scores: Any, length: Ints, slots: Ints, pages: Any, levels: Ints, lengths: Any, width: int, idle: int
+) -> None:
+    open_scores[:] = -inf
+    for text in range(len(length)):
+        length[text], last = lengths[text], pages.shape[1] - 1
+        for number in range(slots.shape[1]):
+            place = length[text] + number
+            page = np.int64(pages[text, min(place // PAGE_SIZE, last)])
+            counts = number < (levels[text] - 1) * width
+            slots[text, number] = page * PAGE_SIZE + place % PAGE_SIZE if counts else idle
 
 
 def choose(growth: Growth, level: int, readable: int) -> None:

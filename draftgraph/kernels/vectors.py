@@ -304,6 +304,14 @@ def absolute(code: Code, values: Any) -> Any:
     return code.call("llvm.fabs.v16f32", FLOATS, values)
 
 
+@operation(types.boolean, address, number)
+def any_above(code: Code, place: Any, least: Any) -> Any:
+    """Whether one of 16 numbers is larger than this, or no number."""
+    b = code.builder
+    found = b.fcmp_unordered(">", code.load(place, FLOATS, 4), code.all(least))
+    return b.icmp_unsigned("!=", b.bitcast(found, ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0))
+
+
 @operation(number, vector)
 def total(code: Code, values: Any) -> Any:
     return code.reduced(values, code.builder.fadd)
