@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching.batch import Batch
+from draftgraph.cost import FlatCost
 from draftgraph.engine.eager import EagerEngine
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
@@ -255,6 +256,16 @@ class TestBatches:
         one.restart()
         self.finish(batch)
         check(steps, [one.text], draft, NEW_TOKENS // 3)
+
+    @pytest.mark.parametrize("engine", ["paged", "eager"])
+    def test_auto_expands_copies_with_their_children(self, draft, engine, monkeypatch):
+        """Of a text that repeats itself, a whole path that was copied may wait to be fed, its nodes all at once."""
+        if engine == "eager":
+            monkeypatch.setenv("DRAFTGRAPH_ENGINE", engine)
+        prompt, told = torch.tensor([[3 + place % 20 for place in range(100)]]), {"max_new_tokens": NEW_TOKENS}
+        plain = GraphDecoder(target(), config=GraphConfig(mode="off")).generate(prompt, **told)
+        found = GraphDecoder(target(), draft, config=GraphConfig(cost=FlatCost())).generate(prompt, **told)
+        assert torch.equal(found.sequences, plain.sequences) and found.stats.draft_passes
 
     @pytest.mark.parametrize("mode", ["chain", "tree", "graph", "auto"])
     @pytest.mark.parametrize("arguments", [{}, SAMPLED], ids=["greedy", "sampled"])

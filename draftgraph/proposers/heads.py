@@ -177,10 +177,16 @@ class StatesProposer(HeadProposer):
         return self._children(graph, [ROOT], result, slice(-1, None))
 
     def _feed(self, graph: TokenGraph, frontier: list[int]) -> Passes:
-        """Ancestors that were not fed go before, a pass for each of their generations."""
-        while above := [node for node in self._with_unfed_ancestors(graph, frontier) if node not in frontier]:
-            yield from self._feed_level(graph, [node for node in above if int(graph.parents[node]) in self._ancestors])
-        return (yield from self._feed_level(graph, frontier))
+        """A pass for each generation: a node is fed what the head left at its parent, which may be in this frontier
+        too, or an ancestor that was not fed before."""
+        nodes = self._with_unfed_ancestors(graph, frontier)
+        said: dict[int, tuple[Ints, Floats]] = {}
+        while nodes:
+            ready = [node for node in nodes if int(graph.parents[node]) in self._ancestors]
+            tokens, probs = yield from self._feed_level(graph, ready)
+            said.update(zip(ready, zip(tokens, probs, strict=True), strict=True))
+            nodes = [node for node in nodes if node not in said]
+        return np.stack([said[node][0] for node in frontier]), np.stack([said[node][1] for node in frontier])
 
     def _feed_level(self, graph: TokenGraph, nodes: list[int]) -> Passes:
         first_slot = self.context.scratch
