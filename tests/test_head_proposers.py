@@ -206,8 +206,9 @@ class TestDrafts:
             assert chain == drafted(draft, text[: step.position + 1], len(chain))
         assert deep
 
-    def test_a_text_of_one_token_is_not_drafted(self):
-        decoder = GraphDecoder(target(), head("states"), config=GraphConfig(mode="chain"))
+    def test_a_text_of_one_token_is_continued(self, draft):
+        """Nothing has been read before the first step: a head of levels waits for a state, and a block needs none."""
+        decoder = GraphDecoder(target(), draft, config=GraphConfig(mode="chain"))
         out = decoder.generate(torch.tensor([[7]]), max_new_tokens=4)
         plain = GraphDecoder(target(), config=GraphConfig(mode="off")).generate(torch.tensor([[7]]), max_new_tokens=4)
         assert torch.equal(out.sequences, plain.sequences) and out.stats.draft_passes > 0
@@ -246,6 +247,17 @@ class TestBatches:
         texts.append(self.sequence(batch, [9, *prompt[1:]]))  # a head with a shift does not read its first token
         self.finish(batch)
         assert [one.reused > PAGE for one in texts] == [False, True, True, False]
+        check(steps, [one.text for one in texts], draft, NEW_TOKENS)
+
+    def test_a_prompt_that_is_known_but_for_its_last_token(self, draft):
+        """No state of it has been noted when the first step begins."""
+        batch, steps = self.batch(draft)
+        prompt = [3 + place % 80 for place in range(2 * PAGE + 1)]
+        texts = []
+        for _ in range(2):
+            texts.append(self.sequence(batch, prompt))
+            self.finish(batch)
+        assert texts[1].failure is None and texts[1].reused == (2 * PAGE if draft.kind == "block" else PAGE)
         check(steps, [one.text for one in texts], draft, NEW_TOKENS)
 
     def test_a_text_whose_step_was_interrupted_goes_on(self, draft):

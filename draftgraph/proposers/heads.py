@@ -238,7 +238,8 @@ class BlockProposer(HeadProposer):
         segment = self._pass(tokens, np.arange(known + size), visible)
         segment.wanted = None  # a place of the block is about its own token, not about the next
         rows = torch.zeros((known + size, self.head.width), dtype=self.head.dtype, device=self.context.engine.device)
-        rows[:known] = self.unread_states.of(len(self.context.text), known)
+        if known:
+            rows[:known] = self.unread_states.of(len(self.context.text), known)
         segment.states = rows
         self._ancestors[ROOT] = np.ones(known + 1, dtype=bool)
         logits = (yield segment).logits[known + 1 :]
