@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from threading import Event, Thread
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -165,6 +167,26 @@ class TestStates:
             for result in results:
                 torch.testing.assert_close(result.states, states_of(text[:count], reads), rtol=1e-4, atol=1e-5)
         assert place_in(engine.left, results[0].states.clone()) is None
+
+    def test_hooks_of_a_pass_in_another_thread_change_nothing(self):
+        """A text that begins meanwhile takes them for no change of the model, which would empty the cache of others."""
+        model = copy.deepcopy(target())
+        engine, other, hooked = PagedEngine(model), PagedEngine(model, compiled=False), Event()
+        other.read_states((1, 4))
+        cache = engine.cache
+
+        def read() -> None:
+            with other._taps.reading():
+                hooked.set()
+                sleep(0.2)  # the text begins
+
+        thread = Thread(target=read)
+        thread.start()
+        assert hooked.wait(60)
+        engine.begin()
+        made_meanwhile = PagedEngine(model)
+        thread.join()
+        assert engine.cache is cache and engine.weights == 0 and made_meanwhile.compiled
 
     @torch.no_grad()
     def test_a_pass_is_the_same_with_and_without(self):

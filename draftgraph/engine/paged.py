@@ -135,12 +135,13 @@ class PagedEngine:
 
     def _borrow(self) -> None:
         """How the model's passes are run: by a compiled program, or by its modules, with what is changed in them."""
-        self._program = program_of(self.model, self.adapters) if self._compiles else None
-        if self._program is not None:
-            self._program.read_states(self._taps.reads)
-        self._linears = ExactLinears(self.model) if self._exact else NarrowLinears(self.model)
-        self._fusions = Fusions(self.model)
-        self._state = fingerprint(self.model)
+        with pass_lock(self.model):  # another engine's pass hooks modules for as long as it takes
+            self._program = program_of(self.model, self.adapters) if self._compiles else None
+            if self._program is not None:
+                self._program.read_states(self._taps.reads)
+            self._linears = ExactLinears(self.model) if self._exact else NarrowLinears(self.model)
+            self._fusions = Fusions(self.model)
+            self._state = fingerprint(self.model)
 
     def _new_cache(self, slots: int) -> PagedCache:
         """The last page is nobody's."""
@@ -186,7 +187,9 @@ class PagedEngine:
 
     def begin(self) -> None:
         """Before a text: are the weights still where recorded passes read them?"""
-        if self._state != fingerprint(self.model):
+        with pass_lock(self.model):
+            changed = self._state != fingerprint(self.model)
+        if changed:
             self.weights += 1
             self._forget_passes()
             self.pages.forget_texts()
