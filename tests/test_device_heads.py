@@ -202,6 +202,25 @@ def test_the_tree_is_that_of_the_host(draft: Any) -> None:
     np.testing.assert_allclose([score for _, score in best], sorted(tree.scores, reverse=True), rtol=1e-3)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_host_adds_the_noise_of_the_next_position(draft: Any, captured: bool) -> None:
+    text = text_of(23, 1)
+    config = GraphConfig(mode="tree", k=2, max_nodes=12, max_depth=3, theta_prob=0.0, theta_sib=0.0)
+    proposer = head_proposer(PagedEngine(draft, captured=captured).open(), DraftVocabulary(draft, VOCABULARY), 2)
+    Pair(draft).feed(proposer, text)
+    proposer.perturb = NOISE
+    proposer.begin(text)
+    (tree,) = grow_together([growing(TokenGraph(text[-1], config, 3, NOBODY), [proposer])], proposer.context.engine.run)
+    paths: list[list[int]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append([] if parent < 0 else [*paths[parent], token])
+    assert tree.depths.max() > 1
+    for node in {*tree.parents[1:].tolist()}:
+        noisy = NOISE(said(draft, text, paths[node])[None], np.array([len(text) + len(paths[node])]))[0]
+        below = [paths[child][-1] for child in np.flatnonzero(tree.parents == node)]
+        assert {*below} <= {*torch.topk(noisy, 2).indices.tolist()}
+
+
 def test_texts_of_all_lengths_draft_side_by_side_as_alone(draft: Any) -> None:
     texts, levels = [text_of(length, length) for length in (19, 2, 33, 16, 48)], [LEVELS, 2, 0, 1, LEVELS]
     pair = Pair(draft)

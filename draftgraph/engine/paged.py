@@ -334,7 +334,7 @@ class PagedEngine:
             if ranking is not None and shape.scored:
                 ranking.copy_(ranked(logits), non_blocking=True)
             if proposed is not None and wanted is not None:
-                following, noise = data.positions[0] + 1, data.noise if shape.noisy else None
+                following, noise = data.positions[0] + 1 + wanted.shift, data.noise if shape.noisy else None
                 best = proposals(logits, wanted.tokens, proposed.shape[2], following, noise)
                 proposed.copy_(torch.stack([part.double() for part in best], dim=1), non_blocking=True)
             return logits, states

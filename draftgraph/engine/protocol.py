@@ -111,6 +111,7 @@ class Wanted:
     tokens: Tensor  # that its columns stand for
     k: int
     sampling: Sampling | None  # whose noise it adds; None: none
+    shift: int = 0  # tokens of the text before those that it reads: its positions are less by as many
 
 
 def proposals(

@@ -51,11 +51,12 @@ class DraftVocabulary:
             self._columns = written.to(device)
         return self._columns
 
-    def wanted(self, k: int, perturb: Perturb | None, device: torch.device) -> Wanted | None:
-        """What an engine is asked for; None where tokens that the target does not have must be left out."""
+    def wanted(self, k: int, perturb: Perturb | None, device: torch.device, shift: int = 0) -> Wanted | None:
+        """What an engine is asked for by a draft with this `shift`; None where tokens that the target does not have
+        must be left out."""
         if self.largest >= self.target_size:
             return None
-        return Wanted(self.columns(device), k, None if perturb is None else perturb.sampling)
+        return Wanted(self.columns(device), k, None if perturb is None else perturb.sampling, shift)
 
     def to_draft(self, tokens: Ints) -> Ints:
         """Tokens without a row in the draft's embedding are read as its first one."""
@@ -150,7 +151,7 @@ class ModelProposer(DraftReader):
     def begin(self, text: list[int]) -> None:
         self._text = text
         self._lacking = len(text) - self.shift - len(self.context.text)
-        self._wanted = self._vocabulary.wanted(self.k, self.perturb, self.context.engine.device)
+        self._wanted = self._vocabulary.wanted(self.k, self.perturb, self.context.engine.device, self.shift)
         self._ancestors.clear()
         self.logits.clear()
 
