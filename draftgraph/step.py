@@ -28,6 +28,7 @@ from draftgraph.stats import Step
 
 LATE = 24  # tokens that a draft may lack when it begins a level beside others: more are read before
 CATCH_UP = 1024  # of them in one pass
+WAITING = 512  # states of a text that wait for a head, before it reads them though it does not draft
 
 
 @dataclass
@@ -160,13 +161,16 @@ def start_drafts(ready: list[Sequence], engines: Engines, experience: Experience
 def catch_up(ready: list[Sequence], engines: Engines, room: int) -> int:
     """A draft that is asked level by level reads what it has missed while a sequence did not draft (`DeviceDrafts`
     reads for those on a device), `room` tokens at most; how many it read. Where they are not all, or memory is short,
-    the sequence does without a draft for another step."""
+    the sequence does without a draft for another step. Heads that do not draft read as well: what they have not read
+    takes memory."""
     late = [one for one in ready if one.drafts_next and one.draft is not None and not one.draft.on_device]
     # One alone holds up nobody: it reads when it drafts, if it does. But heads may draft a block in that pass.
     lacking = LATE if len(ready) > 1 or engines.reads else CATCH_UP
     read = 0
     with suppress(OutOfPages, torch.OutOfMemoryError):
         while more := read_draft(late, engines, min(room - read, CATCH_UP), lacking):
+            read += more
+        while engines.reads and (more := read_draft(ready, engines, min(room - read, CATCH_UP), WAITING)):
             read += more
     for sequence in late:
         sequence.drafts_next = sequence.draft_unread <= lacking

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_head_proposers import HEADS, NEW_TOKENS, SAMPLED, VOCABULARY, head, states_of, target
 
-from draftgraph import GraphConfig, GraphDecoder
+from draftgraph import GraphConfig, GraphDecoder, step
 from draftgraph.batching.batch import Batch
 from draftgraph.choose import DraftNoise
 from draftgraph.cost import FlatCost
@@ -28,11 +28,11 @@ from draftgraph.proposers.device_draft import WIDTH, DeviceDraft
 from draftgraph.proposers.device_heads import HeadDraft, kind_for
 from draftgraph.proposers.draft_model import DraftVocabulary
 from draftgraph.proposers.growth import grow_together, growing
-from draftgraph.proposers.heads import head_proposer
+from draftgraph.proposers.heads import UnreadStates, head_proposer
 from draftgraph.sequence import Sequence
 
 K, LEVELS, EXPANSIONS = 4, 4, 20
-FREE = GraphConfig(cost=FlatCost())
+FREE, DEAR = GraphConfig(cost=FlatCost()), GraphConfig(cost=FlatCost(draft=100.0))
 NOBODY: frozenset[int] = frozenset()
 NOISE = DraftNoise(KeyedNoise(3), 0.8, CHOICE)
 
@@ -284,6 +284,14 @@ def test_what_was_missed_is_read_in_pieces(draft: Any) -> None:
     np.testing.assert_allclose(report_of(other), grown_alone(draft, text, 2), rtol=1e-4, atol=1e-4)
 
 
+def test_states_that_were_read_keep_no_memory(draft: Any) -> None:
+    text = text_of(150, 5)
+    own = Pair(draft).open(text, 145)
+    own.begin(text)
+    rows = own.unread_states._rows
+    assert 0 < len(rows) < 7 and rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
+
+
 def test_without_states_it_rests(draft: Any) -> None:
     pair, text = Pair(draft), text_of(12)
     own: HeadDraft = pair.drafts.open(pair.engine.open(), NOBODY)
@@ -384,7 +392,42 @@ class TestDecoding:
         while batch.busy:
             batch.step()
         assert not any(one.failure or one.stats.accepted_by_source["draft"] for one in texts)
+        assert all(one.draft.unread_states.end == 0 for one in texts)  # none that nobody will read
         assert capsys.readouterr().err.count("going on without a draft model") == 1
+
+    def test_memory_that_is_short_for_states_costs_no_token(self, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is drafted on, so that the states of every step are put aside when it has been taken."""
+        take_in, taken = UnreadStates.take_in, []
+
+        def refuse(*given: Any) -> None:
+            taken.append(None)
+            if len(taken) == 9:
+                raise torch.OutOfMemoryError
+            take_in(*given)
+
+        monkeypatch.setattr(UnreadStates, "take_in", refuse)
+        batch = self.batch(draft, DEAR)
+        texts = self.sequences(batch, 3)
+        told: dict[Sequence, list[int]] = {one: [] for one in texts}
+        while batch.busy:
+            for one, taken_step in batch.step().steps:
+                assert taken_step is not None
+                told[one] += taken_step.tokens
+        assert [one.new_tokens for one in texts] == list(told.values())
+        assert sum(one.draft.unread_states.end == 0 for one in texts) == 1  # what came later is not kept either
+
+    def test_states_that_are_not_drafted_on_do_not_pile_up(self, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(step, "WAITING", 6)
+        batch = self.batch(draft, DEAR)
+        texts = self.sequences(batch, 2)
+        while batch.busy:
+            batch.step()
+            for one in texts:
+                states = one.draft.unread_states
+                assert states.end - states.start <= 7
+        for one in texts:
+            assert one.stats.draft_passes == 0 and len(one.draft.unread_states._rows) < 8
+            assert one.text == plainly(tuple(one.text[: one.prompt_length]))
 
     @pytest.mark.parametrize("kind", ["states", "block"])
     def test_a_batch_is_prepared_for_what_it_needs(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

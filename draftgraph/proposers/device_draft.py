@@ -280,7 +280,7 @@ class DeviceDrafts:
         self._programs: dict[tuple[int, bool], Program] = {}
         self._running: Program | None = None
         self._recorded_with = engine.pool_moves, engine.weights
-        self._gave_up = False  # memory was short
+        self.gave_up = False  # memory was short
 
     @staticmethod
     def shape_for(config: GraphConfig, captured: bool) -> tuple[int, int, int]:
@@ -332,7 +332,7 @@ class DeviceDrafts:
         for draft in going[SEQUENCES[-1] :]:
             draft.levels = 0
         going = going[: SEQUENCES[-1]]
-        if not going or self._gave_up:
+        if not going or self.gave_up:
             return self._rest(going)
         try:
             self._read_long(going, room)
@@ -345,7 +345,7 @@ class DeviceDrafts:
         except torch.OutOfMemoryError:
             self._programs.clear()
             torch.cuda.empty_cache()
-            self._gave_up = True
+            self.gave_up = True
             notice("no GPU memory for drafting: going on without a draft model")
             return self._rest(going)
         self._running = program

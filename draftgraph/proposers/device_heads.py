@@ -160,18 +160,30 @@ class HeadDraft(StatesReader, DeviceDraft):
         self.head, self.unread_states = drafts.engine.model, UnreadStates()
 
     def note(self, position: int, states: Tensor, path: list[int] | None = None) -> None:
+        if self.group.gave_up:
+            return
         place = None if path is None else place_in(self.group.left, states)
         if path is None or place is None:
             return super().note(position, states, path)
         known = max(0, len(self.context.text) - position)
-        self.unread_states.note_places(position + known, [place + node for node in path[known:]])
+        if self.has_states(position + known):
+            self.unread_states.note_places(position + known, [place + node for node in path[known:]])
+
+    def settle(self) -> None:
+        """Where memory is short it loses them and rests: the target's step has been taken already."""
+        if self.group.gave_up:
+            self.unread_states = UnreadStates()
+        try:
+            self._take_in()
+        except torch.OutOfMemoryError:
+            self.unread_states = UnreadStates()
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def _take_in(self) -> None:
         self.unread_states.take_in(self.group.left, partial(projected, self.head))
 
     def piece(self, text: list[int], count: int) -> Segment:
-        self.settle()
+        self._take_in()
         return super().piece(text, count)
 
     def rehearse(self, root: int) -> None:

@@ -71,7 +71,8 @@ class UnreadStates:
         if self.start < position <= self.end:
             waiting = len(self._rows)
             self._left = self._left[max(0, position - self.start - waiting) :]
-            self.start, self._rows = position, self._rows[position - self.start :]
+            # A copy: a part of them would keep the memory of all.
+            self.start, self._rows = position, self._rows[position - self.start :].clone()
 
 
 def projected(head: Any, states: Tensor) -> Tensor:
@@ -88,9 +89,10 @@ class StatesReader(DraftReader):
 
     @torch.no_grad()
     def note(self, position: int, states: Tensor, path: list[int] | None = None) -> None:
-        """The target computed these states of the text's tokens from this position on; or those of a path."""
+        """The target computed these states of the text's tokens from this position on; or those of a path. Where some
+        before them are missing, it cannot read them."""
         known = max(0, len(self.context.text) - position)
-        if known < len(states if path is None else path):
+        if known < len(states if path is None else path) and self.has_states(position + known):
             states = states[known:] if path is None else states[path[known:]]
             self.unread_states.note(position + known, projected(self.head, states))
 
