@@ -21,6 +21,7 @@ from draftgraph.batching import Batch, Job, Limits, Scheduler
 from draftgraph.config import Mode
 from draftgraph.engine.protocol import Segment
 from draftgraph.errors import UsageError
+from draftgraph.generation import prepare
 from draftgraph.pair import Pair
 from draftgraph.proposers.translation import WINDOW, Reading, Translation
 from draftgraph.sequence import Sequence
@@ -235,6 +236,27 @@ def test_a_text_longer_than_the_drafts_window_goes_on_without_it(target: Any, wo
         plain, drafted = (answers(pair, [prompt], mode)[0] for mode in ("off", "tree"))
         assert drafted.token_ids == plain.token_ids
         assert bool(drafted.stats.draft_passes) == (prompt == BEGIN)
+
+
+@pytest.mark.parametrize("prompt", ["<|end|>", " "])
+def test_a_prompt_that_the_draft_cannot_read_is_continued(pair_with: Callable[[str], Pair], prompt: str) -> None:
+    """A special token that it lacks, or a space, alone and beside others; it drafts when there is more."""
+    pair = pair_with("lower")
+    ids = pair.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert pair.decoder.translation is not None and not Reading(pair.decoder.translation).of(ids)
+    asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    plain = pair.decoder.generate(torch.tensor([ids]), config=GraphConfig(mode="off"), **asked).new_token_ids[0]
+    for mode in MODES:
+        found = pair.decoder.generate(torch.tensor([ids]), config=config_of(mode), **asked)
+        assert found.new_token_ids == [plain]
+    batch = Batch(pair.decoder, slots=2048)
+    requests = [pair.request(BEGIN, raw=True, **asked), prepare(pair.target, torch.tensor([ids]), None, **asked)]
+    texts = [Sequence(request, 0, config_of("tree")) for request in requests]
+    for text in texts:
+        batch.add(text)
+    while batch.busy:
+        batch.step()
+    assert [text.failure for text in texts] == [None, None] and texts[1].new_tokens == plain
 
 
 def test_a_pool_with_no_room_for_the_drafts_tokens_holds_up_no_answer(target: Any) -> None:

@@ -115,7 +115,8 @@ class TextProposer(DraftReader):
         return text
 
     def _fits(self, tokens: list[int]) -> bool:
-        return self._window is None or len(tokens) + self._config.levels <= self._window
+        """In its window; and there is something to begin behind, as the text may say nothing in its tokens."""
+        return bool(tokens) and (self._window is None or len(tokens) + self._config.levels <= self._window)
 
     def _has_room(self, text: list[int]) -> bool:
         """In its window, and for keys and values: it may need more tokens than the target."""
