@@ -21,6 +21,7 @@ from draftgraph.bench.structures import BEST_FIRST, STRUCTURES
 from draftgraph.bench.tasks import read_tasks
 from draftgraph.extras import install_command
 from draftgraph.models.draft import cut_student, save_draft
+from draftgraph.models.heads.states import new_states_head
 from draftgraph.pair import Pair, load
 
 NEW_TOKENS = 32
@@ -117,6 +118,13 @@ def test_what_needs_the_target_is_not_replayed(config: GraphConfig) -> None:
 def test_a_pair_without_a_draft_is_refused() -> None:
     with pytest.raises(UsageError, match="no draft"):
         Replay(GraphDecoder(target_of("llama")), STRUCTURES, 8, frozenset())
+
+
+def test_a_head_is_refused() -> None:
+    target = target_of("llama")
+    head = new_states_head(target, reads=[1]).eval()
+    with pytest.raises(UsageError, match="reads the target's states"):
+        Replay(GraphDecoder(target, head), STRUCTURES, 8, frozenset())
 
 
 def test_best_first_structures_are_those_of_the_study() -> None:

@@ -144,6 +144,8 @@ class Replay:
             raise UsageError("there is no draft to measure: load the pair with one")
         if decoder.translation is not None:
             raise UsageError("only a draft with the target's tokenizer can be measured token by token: time it instead")
+        if decoder.engines.reads:
+            raise UsageError("a head reads the target's states, and a replay goes without the target: time it instead")
         for name, config in structures.items():
             if config.copies or not config.drafts or config.verification != "keyed":
                 raise UsageError(f"structure {name} cannot be replayed: only keyed graph, tree and chain can")
