@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import one_line_of
 
 import draftgraph
-from draftgraph.errors import UsageError
+from draftgraph.errors import LoadError, UsageError
 from draftgraph.models.heads.block import new_block_head
 from draftgraph.models.heads.formats import export_head, is_head_folder, load_head
 from draftgraph.models.heads.states import StatesHead, new_states_head
@@ -225,6 +225,25 @@ def test_eagle_heads_of_authors_and_specforge_give_the_same_logits(config, reads
     same_as_states_reference(f"{config.__name__}, {weights}", head, theirs, target)
 
 
+@pytest.mark.parametrize(
+    ("config", "ids", "reads"),
+    [
+        (as_authors_config, [1, 3, 5], (1, 3, 5)),  # states, as vLLM takes them
+        (as_authors_config, [], (2, LAYERS // 2, LAYERS - 3)),
+        (as_specforge_config, [1, 3, 5], (2, 4, 5)),  # its own section has layer outputs
+        (dict, [1, 3, 5], (1, 3, 5)),
+        (dict, [], (2, LAYERS // 2, LAYERS - 3)),
+    ],
+)
+def test_states_that_are_named_at_the_top_level_are_read(config, ids, reads, target, eagle_folder, tmp_path):
+    """As the format of speculators has them; an empty list means the usual ones."""
+
+    def named(content):
+        return config(content) | {"eagle_aux_hidden_state_layer_ids": ids}
+
+    assert load_head(rewritten(eagle_folder, tmp_path / "named", named), target).reads == reads
+
+
 def test_rope_of_a_head_is_its_own(target, tmp_path):
     """Published heads carry a rope of their own, in older fields than those of speculators."""
     theirs = reference_states_head(target, reads=(2, 3, 3))
@@ -281,6 +300,16 @@ def test_zlab_dflash_head_gives_the_same_logits(inside, weights, qwen, tmp_path)
     folder = saved(theirs, tmp_path / "head")
     head = load_head(rewritten(folder, tmp_path / "z", lambda content: as_zlab_config(content, inside)), qwen)
     same_as_block_reference(f"z-lab DFlash, {weights}", head, theirs, qwen)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_zlab_mask_may_be_the_first_token(inside, block_folder, qwen, tmp_path):
+    def config(content):
+        made = as_zlab_config(content)
+        made["dflash_config"]["mask_token_id"] = 0 if inside else None
+        return made | {"mask_token_id": None if inside else 0}
+
+    assert load_head(rewritten(block_folder, tmp_path / "z", config), qwen).mask_token_id == 0
 
 
 def test_jetspec_head_sees_its_block_causally(qwen, tmp_path, monkeypatch):
@@ -474,6 +503,32 @@ def test_other_kinds_of_heads_are_recognised_and_refused(content, said, target, 
 )
 def test_blocks_of_another_kind_are_refused(changed, said, block_folder, qwen, tmp_path):
     assert said in refusal(rewritten(block_folder, tmp_path / "changed", lambda content: content | changed), qwen)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ({"hidden_act": "best"}, "best"),
+        ({"num_attention_heads": 0, "head_dim": None}, "ZeroDivisionError"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"eagle_aux_hidden_state_layer_ids": ["low"]}, "TypeError"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused_in_a_line(changed, said, eagle_folder, target, tmp_path):
+    folder = rewritten(eagle_folder, tmp_path / "changed", lambda content: as_authors_config(content) | changed)
+    with pytest.raises(LoadError, match=said) as error:
+        load_head(folder, target)
+    assert str(folder) in one_line_of(error)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"weight_map": 3}', '{"metadata": {}}'])
+def test_a_damaged_index_of_tensors_is_refused_in_a_line(content, eagle_folder, target, tmp_path):
+    folder = rewritten(eagle_folder, tmp_path / "copy")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(LoadError, match=r"index\.json cannot be read") as error:
+        load_head(folder, target)
+    one_line_of(error)
 
 
 def test_layers_of_another_family_are_refused(eagle_folder, target, tmp_path):

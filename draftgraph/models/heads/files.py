@@ -20,7 +20,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor of a model, and not of what lies beside it, such as a checkpoint of its training."""
     index, whole = folder / (WEIGHTS + ".index.json"), folder / WEIGHTS
     if index.exists():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+            raise LoadError(f"{index} cannot be read ({one_line(error)}): copy it again") from error
     files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         pickle = next((file.name for kind in PICKLES for file in sorted(folder.glob(kind))), None)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, Qwen3Config
 
 from draftgraph import private
 from draftgraph.engine.borrowing import unwrapped
-from draftgraph.errors import LoadError, UsageError, one_line
+from draftgraph.errors import DraftGraphError, LoadError, UsageError, one_line
 from draftgraph.files import ANOTHER_OUT, replacing, writing
 from draftgraph.models.draft import (
     WEIGHTS,
@@ -54,7 +55,7 @@ class HeadFormat:
 
     kind: type[Head]
     layers: dict[str, Any]  # the configuration of the head's decoder layers
-    reads: list[int] | None  # i of h[i]; None: the three that EAGLE-3 reads
+    reads: list[int] | None  # i of h[i]; none: the three that EAGLE-3 reads
     fields: dict[str, Any] = field(default_factory=dict)  # further fields of the module's configuration
     verifier: str | None = None  # the target's name
     target_layers: int | None = None  # how many layers it has
@@ -108,25 +109,33 @@ def load_head(folder: Any, target: Any) -> Any:
             else f"{folder} holds no trained head: its config.json names none of the known formats"
         )
     try:
-        found = READERS[family](content)
-        config = head_config(found, target)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise UsageError(f"the head in {folder} cannot be used: {error}") from error
-        raise LoadError(f"the configuration in {folder} is damaged ({one_line(error)}): copy the head again") from error
-    refuse_another_target(folder, found, config, target)
-    if found.kind is MtpHead:
-        where, tensors = f"the head in {folder}", OF_SPECULATORS.read(tensor_files(folder))
-        head = filled_mtp(MODEL_MAPPING[type(config)], config, tensors, OF_SPECULATORS, target, where)
-    else:
-        head = filled_head(folder, found.kind, config, tensors_in(folder), target)
+        head = made_head(folder, READERS[family], content, target)
+    except DraftGraphError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
+        what = f"the configuration in {folder} makes no sense here ({type(error).__name__}: {one_line(error)})"
+        raise LoadError(f"{what}: copy the head again, or give another") from error
     head.config.name_or_path = str(folder)
     return head
 
 
+def made_head(folder: Path, read: Callable[[dict[str, Any]], HeadFormat], content: dict[str, Any], target: Any) -> Any:
+    """Of a configuration that this function reads, and the tensors beside it."""
+    try:
+        found = read(content)
+        config = head_config(found, target)
+    except UsageError as error:
+        raise UsageError(f"the head in {folder} cannot be used: {error}") from error
+    refuse_another_target(folder, found, config, target)
+    if found.kind is MtpHead:
+        where, tensors = f"the head in {folder}", OF_SPECULATORS.read(tensor_files(folder))
+        return filled_mtp(MODEL_MAPPING[type(config)], config, tensors, OF_SPECULATORS, target, where)
+    return filled_head(folder, found.kind, config, tensors_in(folder), target)
+
+
 def read_eagle(content: dict[str, Any]) -> HeadFormat:
-    """The authors' format and SpecForge's: a Llama configuration, whose layer numbers are layer outputs if there are
-    any."""
+    """The authors' format and SpecForge's: a Llama configuration. Layer numbers, if there are any, are layer outputs in
+    SpecForge's section, as SGLang reads them, and states at the top level, where vLLM looks for them."""
     section = content.get("eagle_config") or {}
     if section.get("use_aux_hidden_state") is False:
         raise UsageError("it reads the last hidden state alone, as EAGLE of the first kind does: give an EAGLE-3 head")
@@ -134,7 +143,7 @@ def read_eagle(content: dict[str, Any]) -> HeadFormat:
     return HeadFormat(
         StatesHead,
         {"model_type": "llama"} | content,
-        None if outputs is None else [layer + 1 for layer in outputs],
+        [layer + 1 for layer in outputs] if outputs else content.get("eagle_aux_hidden_state_layer_ids"),
         # Neither cnets.py nor SpecForge's llama3_eagle.py has norm_before_residual: their residual is the state itself.
         {name: section.get(name, content.get(name, False)) for name in CHOICES}
         | {"draft_vocab_size": content.get("draft_vocab_size")}
@@ -171,9 +180,9 @@ def read_speculators_block(content: dict[str, Any]) -> HeadFormat:
 def read_zlab(content: dict[str, Any]) -> HeadFormat:
     """DFlash of its authors, and JetSpec, which has one field more."""
     section = content.get("dflash_config") or {}
-    fields = {name: content.get(name) or section.get(name) for name in ("block_size", "mask_token_id")}
-    if section.get("mask_token_id") is not None:  # may be token 0
-        fields["mask_token_id"] = section["mask_token_id"]
+    mask = section.get("mask_token_id")  # may be token 0
+    fields = {"mask_token_id": content.get("mask_token_id") if mask is None else mask}
+    fields |= {"block_size": content.get("block_size") or section.get("block_size")}
     fields |= {"causal": bool(section.get("causal_head")), "draft_vocab_size": content.get("draft_vocab_size")}
     layers = {"model_type": "qwen3"} | content
     reads = [layer + 1 for layer in section["target_layer_ids"]]
@@ -210,7 +219,7 @@ def head_config(found: HeadFormat, target: Any) -> Any:
     if found.kind is BlockHead and kind != "qwen3":  # every block head has the layers of Qwen3, whoever lent the sizes
         lent = {name: value for name, value in config.to_dict().items() if name != "model_type"}
         config = Qwen3Config(**lent)
-    reads = default_reads(count) if found.reads is None else found.reads
+    reads = found.reads or default_reads(count)
     for name, value in found.fields.items():
         setattr(config, name, value)
     config.reads, config.tie_word_embeddings = list(reads), False
