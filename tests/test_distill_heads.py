@@ -229,6 +229,8 @@ def test_the_folder_is_a_head_that_loads_and_the_run_is_finished(name: str, targ
     names = {file.name for file in done.folder.iterdir()}
     assert is_head_folder(done.folder) and "checkpoint.safetensors" not in names
     assert {"config.json", "model.safetensors", "README.md", "training.json"} <= names
+    written_as = json.loads((done.folder / "config.json").read_text()).get("speculators_model_type")
+    assert ("in the speculators format" in (done.folder / "README.md").read_text()) == (written_as is not None)
     head = load_head(done.folder, target)
     assert head.kind == KIND_SETTINGS[name]["kind"] and head.config.num_hidden_layers == KIND_SETTINGS[name]["layers"]
     if head.kind == "states":
@@ -259,10 +261,12 @@ def test_settings_of_another_kind_are_refused(settings: dict[str, Any], said: st
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("arguments", "said"), [({"bits": 8}, "16 or 32 bits"), ({"export": "hf"}, "kind layers")])
+@pytest.mark.parametrize(
+    ("arguments", "said"), [({"bits": 8}, "16 or 32 bits"), ({"export": "hf"}, "kind block is in a format")]
+)
 def test_what_only_layers_have_is_refused_for_heads(arguments: dict[str, Any], said: str, quick: Any) -> None:
     with pytest.raises(UsageError, match=said):
-        quick("states", **arguments)
+        quick("block", **arguments)
 
 
 def test_the_command_says_in_one_line_what_makes_no_sense(folder: Path, tmp_path: Path) -> None:

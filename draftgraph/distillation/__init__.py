@@ -73,7 +73,7 @@ def distill(
         raise UsageError(f"a head of kind {recipe.kind} is stored in 16 or 32 bits, not in 8")
     if recipe.kind != "layers" and export is not None:
         raise UsageError(
-            f"export is for kind layers: a head of kind {recipe.kind} is in the speculators format already"
+            f"export is for kind layers: a head of kind {recipe.kind} is in a format that other engines read already"
         )
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")

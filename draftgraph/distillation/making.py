@@ -177,8 +177,8 @@ def described(recipe: Recipe) -> str:
     if recipe.kind == "states":
         return f"An EAGLE-3 head of {layers}, in the speculators format, that reads the target's hidden states,"
     if recipe.kind == "block":
-        how = "JetSpec" if recipe.sees_only_back else "DFlash"
-        return f"A {how} head of {layers}, in the speculators format, that drafts {recipe.places - 1} tokens in a pass,"
+        how, named = ("JetSpec", "its authors'") if recipe.sees_only_back else ("DFlash", "the speculators")
+        return f"A {how} head of {layers}, in {named} format, that drafts {recipe.places - 1} tokens in a pass,"
     return f"{layers} for speculative decoding,"
 
 
