@@ -57,15 +57,19 @@ class Decoding(Sequence):
     def step(self) -> Step:
         """Draft a graph, check it in one pass, keep the longest path that the target agrees with."""
         if self.alone.holder is not self:  # two texts cannot share one cache: the one started last has it
-            raise DraftGraphError("another text was started with this decoder: finish one before the next")
+            raise DraftGraphError(
+                "another text was started with this decoder, or a step of this one was interrupted: start it again, "
+                "and finish one before the next"
+            )
         try:
             with self.loan:
                 self.pricing.follow(self._stats, self.cost())
                 taken = step([self], {}, self.engines, self.experience)
             if self.failure is not None:
                 raise self.failure
-        except BaseException:  # interrupted between draft and commit
+        except BaseException:  # interrupted between draft and commit: what is left of the step is not known
             forget_all([self])
+            self.alone.holder = None
             raise
         found = taken.steps[0][1]
         assert found is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,6 +145,21 @@ def test_a_stream_may_be_left_early_and_the_next_text_is_right(mode):
     assert "".join(speaker.stream(prompt, max_new_tokens=LENGTH)) == expected
     with pytest.raises(DraftGraphError, match="another text was started"):
         list(left)
+
+
+def test_a_text_whose_step_was_interrupted_does_not_go_on(monkeypatch):
+    """As in a notebook: its keys and values are gone. The next text is right."""
+    speaker, prompt = Pair(*pair(), letters(), GraphConfig(mode="graph")), letters().decode(START)
+    decoding = speaker.start(prompt, max_new_tokens=LENGTH)
+    decoding.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(speaker.decoder.engines.target, "run", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            decoding.step()
+    with pytest.raises(DraftGraphError, match="interrupted: start it again"):
+        decoding.step()
+    expected = letters().decode(plain_text(), skip_special_tokens=True)
+    assert speaker.generate(prompt, max_new_tokens=LENGTH).text == expected
 
 
 def test_a_list_of_prompts_gives_each_what_it_gets_alone():
