@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Qwen3Config
+from transformers import Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
@@ -19,15 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftgraph import private
 from draftgraph.models.draft import text_config
-from draftgraph.models.heads.head import (
-    Head,
-    HeadOutput,
-    bare_head,
-    kept_rows,
-    layers_like,
-    masks_of,
-    positions_after,
-)
+from draftgraph.models.heads.head import Head, bare_head, in_place, layers_like
 
 
 class BlockAttention(Qwen3Attention):
@@ -107,31 +99,23 @@ class BlockHead(Head):
         projected = self.hidden_norm(self.fc(states))
         return torch.cat([projected, torch.ones_like(projected[..., :1])], dim=-1)
 
-    def forward(
+    def compute(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        states: Tensor | None = None,
-        use_cache: bool = True,
-        logits_to_keep: int | Tensor = 0,
+        embeds: Tensor,
+        states: Tensor,
+        positions: Tensor | None,
+        cache: Any,
+        mask: Any,
+        use_cache: bool,
         **kwargs: Any,
-    ) -> HeadOutput:
-        """`states` [1, nodes, hidden + 1]: rows of `project` for the text, zeros for the block; None: all zeros."""
-        hidden = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        positions = positions_after(past_key_values, hidden) if position_ids is None else position_ids
-        masks = masks_of(self.config, hidden, attention_mask, past_key_values, positions)
-        given = hidden.new_zeros((*hidden.shape[:-1], self.width)) if states is None else states.to(hidden.dtype)
-        text, is_text = given[..., :-1], given[..., -1:] > 0
-        kwargs |= {"position_embeddings": self.rotary_emb(hidden, positions), "past_key_values": past_key_values}
-        kwargs.pop("return_dict", None)
-        for layer, mask in zip(self.layers, masks, strict=True):
-            hidden = layer(hidden, is_text, text, attention_mask=mask, **kwargs)
+    ) -> tuple[Tensor, Tensor, Any]:
+        cache, positions, masks = in_place(self.config, embeds, positions, cache, mask, use_cache)
+        text, is_text, hidden = states[..., :-1], states[..., -1:] > 0, embeds
+        kwargs |= {"position_embeddings": self.rotary_emb(embeds, positions), "past_key_values": cache}
+        for layer, layer_mask in zip(self.layers, masks, strict=True):
+            hidden = layer(hidden, is_text, text, attention_mask=layer_mask, **kwargs)
         normed = self.norm(hidden)
-        return HeadOutput(self.lm_head(normed[:, kept_rows(logits_to_keep)]), normed, past_key_values)
+        return normed, normed, cache
 
 
 def spread_reads(count: int, layers: int) -> list[int]:

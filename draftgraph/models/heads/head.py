@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.generic import ModelOutput
 
@@ -27,7 +27,7 @@ class HeadOutput(ModelOutput):
 
 
 class Head(PreTrainedModel):
-    """A draft that reads hidden states of its target."""
+    """A draft that reads hidden states of its target: kinds of heads say what `compute` does."""
 
     config_class = None
     base_model_prefix = ""
@@ -46,6 +46,39 @@ class Head(PreTrainedModel):
 
         # [nodes, len(reads) * target's hidden] -> [nodes, width]
         """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        states: Tensor | None = None,
+        use_cache: bool = True,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> HeadOutput:
+        """`states` [1, nodes, width]: rows of `project` for the text, `states` of a level before, or zeros for nodes of
+        a block; None: all zeros."""
+        embeds = self.get_input_embeddings()(input_ids)
+        given = embeds.new_zeros((*embeds.shape[:-1], self.width)) if states is None else states.to(embeds.dtype)
+        kwargs.pop("return_dict", None)
+        told = position_ids, past_key_values, attention_mask, use_cache
+        normed, handed_on, cache = self.compute(embeds, given, *told, **kwargs)
+        return HeadOutput(self.lm_head(normed[:, kept_rows(logits_to_keep)]), handed_on, cache)
+
+    def compute(
+        self,
+        embeds: Tensor,
+        states: Tensor,
+        positions: Tensor | None,
+        cache: Any,
+        mask: Any,
+        use_cache: bool,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """What the output matrix reads, what the next level does, and the cache."""
         raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
@@ -86,9 +119,16 @@ def masks_of(config: Any, embeds: Tensor, mask: Any, cache: Any, positions: Tens
     return [masks[kind] for kind in kinds]
 
 
-def positions_after(cache: Any, embeds: Tensor) -> Tensor:
-    known = 0 if cache is None else cache.get_seq_length()
-    return (torch.arange(embeds.shape[1], device=embeds.device) + known)[None]
+def in_place(
+    config: Any, embeds: Tensor, positions: Tensor | None, cache: Any, mask: Any, use_cache: bool
+) -> tuple[Any, Tensor, list[Any]]:
+    """The cache, the positions and the mask of each layer: those given, or for nodes behind all that is cached."""
+    if use_cache and cache is None:
+        cache = DynamicCache(config=config)
+    if positions is None:
+        known = 0 if cache is None else cache.get_seq_length()
+        positions = (torch.arange(embeds.shape[1], device=embeds.device) + known)[None]
+    return cache, positions, masks_of(config, embeds, mask, cache, positions)
 
 
 def kept_rows(logits_to_keep: Any) -> Any:

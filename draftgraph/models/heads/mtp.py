@@ -26,7 +26,7 @@ from draftgraph.models.draft import lend_output_rows, lent_embedding, name_of, s
 from draftgraph.models.faults import quiet_transformers
 from draftgraph.models.fetch import find_in_cache
 from draftgraph.models.heads.files import read_tensors, tensor_files
-from draftgraph.models.heads.head import Head, HeadOutput, fill, kept_rows, refuse_misfits
+from draftgraph.models.heads.head import Head, fill, refuse_misfits
 from draftgraph.models.packed_model import is_packed_folder
 from draftgraph.notices import notice
 
@@ -60,25 +60,21 @@ class MtpHead(Head):
     def project(self, states: Tensor) -> Tensor:
         return states
 
-    def forward(
+    def compute(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        states: Tensor | None = None,
-        use_cache: bool = True,
-        logits_to_keep: int | Tensor = 0,
+        embeds: Tensor,
+        states: Tensor,
+        positions: Tensor | None,
+        cache: Any,
+        mask: Any,
+        use_cache: bool,
         **kwargs: Any,
-    ) -> HeadOutput:
-        """`states` [1, nodes, hidden]: last states of the target, or `states` of a level before; None: zeros."""
-        embeds = self.get_input_embeddings()(input_ids)
-        given = torch.zeros_like(embeds) if states is None else states.to(embeds.dtype)
-        joined = self.fc(torch.cat([self.token_norm(embeds), self.state_norm(given)], dim=-1))
-        kwargs |= {"position_ids": position_ids, "attention_mask": attention_mask, "return_dict": True}
-        out = self.decoder(inputs_embeds=joined, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+    ) -> tuple[Tensor, Tensor, Any]:
+        joined = self.fc(torch.cat([self.token_norm(embeds), self.state_norm(states)], dim=-1))
+        kwargs |= {"position_ids": positions, "past_key_values": cache, "attention_mask": mask}
+        out = self.decoder(inputs_embeds=joined, use_cache=use_cache, return_dict=True, **kwargs)
         found = out.last_hidden_state
-        return HeadOutput(self.lm_head(found[:, kept_rows(logits_to_keep)]), found, out.past_key_values)
+        return found, found, out.past_key_values
 
 
 @dataclass(frozen=True)

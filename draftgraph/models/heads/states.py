@@ -6,20 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftgraph.models.draft import text_config
-from draftgraph.models.heads.head import (
-    Head,
-    HeadOutput,
-    bare_head,
-    kept_rows,
-    layers_like,
-    masks_of,
-    positions_after,
-)
+from draftgraph.models.heads.head import Head, bare_head, in_place, layers_like
 
 LAYERS: dict[str, type[Any]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 CHOICES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of a configuration, all False at first
@@ -79,33 +71,24 @@ class StatesHead(Head):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(states)  # type: ignore[no-any-return]
 
-    def forward(
+    def compute(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        states: Tensor | None = None,
-        use_cache: bool = True,
-        logits_to_keep: int | Tensor = 0,
+        embeds: Tensor,
+        states: Tensor,
+        positions: Tensor | None,
+        cache: Any,
+        mask: Any,
+        use_cache: bool,
         **kwargs: Any,
-    ) -> HeadOutput:
-        """`states` [1, nodes, hidden]: projected states of the target, or `states` of a level before; None: zeros."""
-        embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        positions = positions_after(past_key_values, embeds) if position_ids is None else position_ids
-        masks = masks_of(self.config, embeds, attention_mask, past_key_values, positions)
+    ) -> tuple[Tensor, Tensor, Any]:
+        cache, positions, masks = in_place(self.config, embeds, positions, cache, mask, use_cache)
         kwargs |= {"position_embeddings": self.rotary_emb(embeds, positions), "position_ids": positions}
-        kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache}
-        kwargs.pop("return_dict", None)
-        found = torch.zeros_like(embeds) if states is None else states.to(embeds.dtype)
-        found = self.layers[0](embeds, found, attention_mask=masks[0], **kwargs)
-        for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
-            found = layer(found, attention_mask=mask, **kwargs)
+        kwargs |= {"past_key_values": cache, "use_cache": use_cache}
+        found = self.layers[0](embeds, states, attention_mask=masks[0], **kwargs)
+        for layer, layer_mask in zip(self.layers[1:], masks[1:], strict=True):
+            found = layer(found, attention_mask=layer_mask, **kwargs)
         normed = self.norm(found)
-        logits = self.lm_head(normed[:, kept_rows(logits_to_keep)])
-        return HeadOutput(logits, normed if self.config.norm_output else found, past_key_values)
+        return normed, normed if self.config.norm_output else found, cache
 
 
 def default_reads(layers: int) -> list[int]:
