@@ -273,6 +273,21 @@ def _slots(table, place, there):  # type: ignore[no-untyped-def]
     return page.to(tl.int64) * PAGE + place % PAGE
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    best, total, mixed, sinks, out, log2e, node, head, real, written, column, heads: tl.constexpr, size: tl.constexpr
+):  # fmt: skip
+    """What queries have attended to, after the weight that goes to no slot."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * log2e
+        higher = tl.maximum(best, sink)
+        shrink = tl.exp2(best - higher)
+        total, mixed = total * shrink + tl.exp2(sink - higher), mixed * shrink[:, None]
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = (node * (tl.num_programs(1) * heads) + head)[:, None] * size + column[None, :]
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=written)
+
+
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=DATA)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     query, key, value, starts, lengths, pages, ancestors, positions, scratch_positions, sinks, out, bests, totals,
@@ -358,14 +373,7 @@ def _attend(  # type: ignore[no-untyped-def]
             best, total, mixed = _fold(q, k, v, seen, best, total, mixed, scale, cap, precision)
 
     if single:  # no other split
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * log2e
-            higher = tl.maximum(best, sink)
-            shrink = tl.exp2(best - higher)
-            total, mixed = total * shrink + tl.exp2(sink - higher), mixed * shrink[:, None]
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = (node * (tl.num_programs(1) * heads) + head)[:, None] * size + column[None, :]
-        tl.store(out + place, mixed.to(out.dtype.element_ty), mask=written)
+        _write(best, total, mixed, sinks, out, log2e, node, head, real, written, column, heads, size)
     else:
         place = (group * splits + split) * nodes * heads + first_node * heads + which
         tl.store(bests + place, best, mask=real)
@@ -437,6 +445,43 @@ def split_count(programs: int, capacity: int, places: int) -> int:
     return next(count for count, time in zip(counts, times, strict=True) if time <= ENOUGH * min(times))
 
 
+class Inputs(NamedTuple):
+    """What kernels are told of the states, and what they are compiled for."""
+
+    states: tuple[Tensor, ...]  # query, key and value, each row of them in one piece
+    strides: list[int]
+    exponent: float  # of 2, by the score
+    cap: float | None
+    sizes: dict[str, Any]
+    padded_texts: int
+    rows: int  # queries of one text and group, mostly
+    shared_memory: int  # bytes
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, data: PagedPass, scale: float, softcap: float | None
+    ) -> Inputs:
+        _, all_heads, nodes, size = query.shape
+        heads, texts = all_heads // key.shape[1], len(data.pages)
+        columns = max(16, triton.next_power_of_2(size))  # the fewest that tensor cores take
+        states = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
+        device: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
+        usual = min(data.most_nodes, 2 * triton.cdiv(nodes, texts))  # nodes of a text; one with more has several tiles
+        return cls(
+            states,
+            strides=[stride for part in states for stride in part.stride()[1:-1]],
+            exponent=scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap,
+            cap=None if softcap is None else softcap * LOG2E,
+            sizes={"heads": heads, "size": size, "columns": columns},
+            padded_texts=max(128, triton.next_power_of_2(texts + 1)),
+            rows=usual * heads,
+            shared_memory=getattr(device, "shared_memory_per_block_optin", 48 * 1024) - RESERVE,  # ROCm does not tell
+        )
+
+    def tiling(self, queries: int) -> Tiling:
+        return Tiling.of(queries, self.sizes["columns"], self.states[0].element_size(), self.shared_memory)
+
+
 def attend_triton(
     query: Tensor,
     key: Tensor,
@@ -451,30 +496,22 @@ def attend_triton(
     """See `paged_attention`. `splits`: in how many parts each text is read; None: enough to fill the device."""
     _, all_heads, nodes, size = query.shape
     groups, (texts, most_pages) = key.shape[1], data.pages.shape
-    heads = all_heads // groups
-    columns = max(16, triton.next_power_of_2(size))  # the fewest that tensor cores take
-    query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
-    device: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
-    shared_memory = getattr(device, "shared_memory_per_block_optin", 48 * 1024) - RESERVE  # ROCm does not tell
-    usual = min(data.most_nodes, 2 * triton.cdiv(nodes, texts))  # nodes of a text; one with more has several tiles
-    tiling = Tiling.of(usual * heads, columns, query.element_size(), shared_memory)
+    inputs = Inputs.of(query, key, value, data, scale, softcap)
+    heads, tiling = inputs.sizes["heads"], inputs.tiling(inputs.rows)
     if splits is None:
         busy = groups * max(min(texts, nodes), nodes * heads // tiling.queries)
-        capacity = most_pages * PAGE_SIZE
-        splits = split_count(busy, capacity, tiling.at_once * device.multi_processor_count)
+        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        splits = split_count(busy, most_pages * PAGE_SIZE, tiling.at_once * processors)
     out = query.new_empty(1, nodes, all_heads, size)
     parts = query.new_empty((1, groups, splits, nodes * heads, size) if splits > 1 else (0,), dtype=torch.float32)
     bests, totals = query.new_empty((2, *parts.shape[:-1]), dtype=torch.float32)
-    strides = [stride for states in (query, key, value) for stride in states.stride()[1:-1]]
-    exponent = scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap
-    cap = None if softcap is None else softcap * LOG2E
-    shape: dict[str, Any] = {"heads": heads, "size": size, "columns": columns, "enable_fp_fusion": True}
+    shape = inputs.sizes | {"enable_fp_fusion": True}
     tiles = nodes * heads // tiling.queries + texts + 1
     told = [part.contiguous() for part in data.tensors]
     _attend[(tiles * splits, groups)](
-        query, key, value, *told, sinks, out, bests, totals, parts, exponent, cap, window, LOG2E,
-        nodes, data.ancestors.shape[-1], texts, most_pages, splits, *strides, **shape,
-        queries=tiling.queries, slots=tiling.slots, padded_texts=max(128, triton.next_power_of_2(texts + 1)),
+        *inputs.states, *told, sinks, out, bests, totals, parts, inputs.exponent, inputs.cap, window, LOG2E,
+        nodes, data.ancestors.shape[-1], texts, most_pages, splits, *inputs.strides, **shape,
+        queries=tiling.queries, slots=tiling.slots, padded_texts=inputs.padded_texts,
         single=splits == 1, precision="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps, num_stages=2 * tiling.stages - 1,  # page numbers come first, then what lies there
     )  # fmt: skip

@@ -11,8 +11,6 @@ block that a query does not see changes nothing: its weights are zeros.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,13 +18,13 @@ from draftgraph.kernels.attention import (
     DATA,
     LOG2E,
     LOWEST,
-    RESERVE,
     WORD,
+    Inputs,
     PagedPass,
-    Tiling,
     _fold,
     _read,
     _slots,
+    _write,
     supports,
 )
 from draftgraph.kernels.attention import PAGE_SIZE as PAGE
@@ -212,14 +210,7 @@ def _finished(  # type: ignore[no-untyped-def]
         total = total * shrink + chunk_total * share
         mixed = mixed * shrink[:, None] + chunk_mixed * share[:, None]
         best = higher
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * log2e
-        higher = tl.maximum(best, sink)
-        shrink = tl.exp2(best - higher)
-        total, mixed = total * shrink + tl.exp2(sink - higher), mixed * shrink[:, None]
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    place = (node * (tl.num_programs(1) * heads) + head)[:, None] * size + column[None, :]
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=written)
+    _write(best, total, mixed, sinks, out, log2e, node, head, real, written, column, heads, size)
 
 
 def attend_exactly(
@@ -235,33 +226,23 @@ def attend_exactly(
     """See `attention.paged_attention`."""
     _, all_heads, nodes, size = query.shape
     groups, (texts, most_pages) = key.shape[1], data.pages.shape
-    heads, columns = all_heads // groups, max(16, triton.next_power_of_2(size))
-    query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
-    device: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
-    shared_memory = getattr(device, "shared_memory_per_block_optin", 48 * 1024) - RESERVE
-    usual = min(data.most_nodes, 2 * triton.cdiv(nodes, texts))
-    tiling, own = (
-        Tiling.of(queries, columns, query.element_size(), shared_memory)
-        for queries in (WIDE if usual * heads > NARROW else NARROW, NARROW)
-    )
+    inputs = Inputs.of(query, key, value, data, scale, softcap)
+    heads, own = inputs.sizes["heads"], inputs.tiling(NARROW)
+    tiling = inputs.tiling(WIDE) if inputs.rows > NARROW else own
     chunks = chunks_of(most_pages * PAGE)
     out = query.new_empty(1, nodes, all_heads, size)
     parts = query.new_empty((groups, chunks, nodes * heads, size), dtype=torch.float32)
     bests, totals = query.new_empty((2, *parts.shape[:-1]), dtype=torch.float32)
-    strides = [stride for states in (query, key, value) for stride in states.stride()[1:-1]]
-    exponent = scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap
-    cap = None if softcap is None else softcap * LOG2E
-    given = (query, key, value, *(part.contiguous() for part in data.tensors[:-1]))
-    numbers = (nodes, data.ancestors.shape[-1], texts, most_pages, chunks)
-    shape: dict[str, Any] = {"heads": heads, "size": size, "columns": columns, "slots": tiling.slots, **ROUNDING}
-    shape["padded_texts"] = max(128, triton.next_power_of_2(texts + 1))
+    given = (*inputs.states, *(part.contiguous() for part in data.tensors[:-1]))
+    numbers = (nodes, data.ancestors.shape[-1], texts, most_pages, chunks, *inputs.strides)
+    shape = inputs.sizes | {"slots": tiling.slots, "padded_texts": inputs.padded_texts} | ROUNDING
     tiles = nodes * heads // tiling.queries + texts + 1
     _shared[(tiles * chunks, groups)](
-        *given, bests, totals, parts, exponent, cap, window, *numbers, *strides, **shape,
+        *given, bests, totals, parts, inputs.exponent, inputs.cap, window, *numbers, **shape,
         queries=tiling.queries, num_warps=tiling.warps, num_stages=2 * tiling.stages - 1,
     )  # fmt: skip
     _finished[(nodes, groups, triton.cdiv(heads, own.queries))](
-        *given, sinks, out, bests, totals, parts, exponent, cap, window, LOG2E, *numbers, *strides, **shape,
+        *given, sinks, out, bests, totals, parts, inputs.exponent, inputs.cap, window, LOG2E, *numbers, **shape,
         queries=own.queries, num_warps=own.warps, num_stages=1,
     )  # fmt: skip
     return out
