@@ -390,6 +390,15 @@ def test_heads_that_we_make_are_exported_and_read_back(target, tmp_path):
         )
 
 
+@pytest.mark.parametrize("layers", [1, 2, 4, 7, 8, 12])
+def test_new_heads_read_states_that_a_target_of_so_many_layers_has(layers):
+    target = tiny_target(num_hidden_layers=layers)
+    for head in (new_states_head(target), new_block_head(target, BLOCK, MASK)):
+        reads = list(head.reads)
+        assert reads == sorted(reads) and min(reads) >= 1 and max(reads) <= max(1, layers - 1)
+        assert layers < 4 or len({*reads}) == len(reads)
+
+
 def eager(back):
     """speculators chooses compiled masks for a head that it loads; plain ones give the same and need no compiler."""
     from speculators.models.attention import create_float_mask

@@ -26,13 +26,10 @@ from draftgraph.models.draft import (
     picked_layers,
     refuse_adapters,
     save_draft,
-    spread,
     text_config,
 )
-from draftgraph.models.heads.block import new_block_head, spread_reads
-from draftgraph.models.heads.states import default_reads, new_states_head
-
-FEW_LAYERS = 8  # of a target: below, the usual states are the same ones twice, or do not exist
+from draftgraph.models.heads.block import new_block_head
+from draftgraph.models.heads.states import new_states_head
 
 
 @dataclass(frozen=True)
@@ -54,26 +51,13 @@ def score_layers(student: Any, target: Any, texts: list[Text], batch_tokens: int
 
 
 def states_head(recipe: Recipe, target: Any) -> Any:
-    layers = text_config(target.config).num_hidden_layers
-    reads = default_reads(layers) if layers >= FEW_LAYERS else few_reads(3, layers)
-    return new_head(recipe, target, new_states_head, layers=recipe.student_layers, reads=reads)
+    return new_head(recipe, target, new_states_head, layers=recipe.student_layers)
 
 
 def block_head(recipe: Recipe, target: Any) -> Any:
-    of = text_config(target.config)
-    count = of.num_hidden_layers
-    reads = spread_reads(5, count) if count >= FEW_LAYERS else few_reads(min(5, max(1, count - 1)), count)
-    shape = {"block_size": recipe.places, "mask_token_id": of.vocab_size - 1, "causal": recipe.sees_only_back}
-    return new_head(recipe, target, new_block_head, layers=recipe.student_layers, reads=reads, **shape)
-
-
-def few_reads(count: int, layers: int) -> list[int]:
-    """States of a target with few layers, from the first layer's to the last but one's.
-
-    >>> few_reads(3, 4)
-    [1, 2, 3]
-    """
-    return [1 + place for place in spread(count, max(1, layers - 1))]
+    mask = text_config(target.config).vocab_size - 1
+    shape = {"block_size": recipe.places, "mask_token_id": mask, "causal": recipe.sees_only_back}
+    return new_head(recipe, target, new_block_head, layers=recipe.student_layers, **shape)
 
 
 def new_head(recipe: Recipe, target: Any, make: Callable[..., Any], **shape: Any) -> Any:

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftgraph import private
 from draftgraph.models.draft import text_config
-from draftgraph.models.heads.head import Head, bare_head, in_place, layers_like
+from draftgraph.models.heads.head import FEW_LAYERS, Head, bare_head, few_reads, in_place, layers_like
 
 
 class BlockAttention(Qwen3Attention):
@@ -118,16 +118,14 @@ class BlockHead(Head):
         return normed, normed, cache
 
 
-def spread_reads(count: int, layers: int) -> list[int]:
-    """States evenly from a low one to a high one of a target with so many layers, as DFlash chooses them.
+def spread_reads(layers: int) -> list[int]:
+    """Five states evenly from a low one to a high one of a target with so many layers, as DFlash chooses them.
 
-    >>> spread_reads(5, 36)
+    >>> spread_reads(36)
     [2, 10, 18, 26, 34]
     """
-    if count == 1:
-        return [layers // 2 + 1]
     first, last = 1, layers - 3
-    return [round(first + index * (last - first) / (count - 1)) + 1 for index in range(count)]
+    return [round(first + index * (last - first) / 4) + 1 for index in range(5)]
 
 
 def new_block_head(
@@ -136,7 +134,8 @@ def new_block_head(
     """A head to be trained: random layers as wide as the target's, which lends its embedding and output matrix.
     `fields` go into the configuration: `reads`, `intermediate_size`, ..."""
     of = text_config(target.config)
-    reads = spread_reads(min(5, of.num_hidden_layers - 1), of.num_hidden_layers)
+    count = of.num_hidden_layers
+    reads = spread_reads(count) if count >= FEW_LAYERS else few_reads(min(5, max(1, count - 1)), count)
     own = {"reads": reads, "draft_vocab_size": of.vocab_size, "block_size": block_size, "causal": causal}
     config = Qwen3Config(**(layers_like(of, layers) | own | {"mask_token_id": mask_token_id} | fields))
     head: BlockHead = bare_head(BlockHead, config, target)

@@ -14,8 +14,9 @@ from transformers.utils.generic import ModelOutput
 
 from draftgraph import private
 from draftgraph.errors import UsageError
-from draftgraph.models.draft import lend_output_rows, lent_embedding, text_config
+from draftgraph.models.draft import lend_output_rows, lent_embedding, spread, text_config
 
+FEW_LAYERS = 8  # of a target: below, the states that heads read elsewhere are the same ones twice, or do not exist
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
@@ -157,6 +158,15 @@ def layers_like(of: Any, layers: int) -> dict[str, Any]:
     if isinstance(rope, dict) and plain and rope.get("partial_rotary_factor", 1) == 1:
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return found
+
+
+def few_reads(count: int, layers: int) -> list[int]:
+    """States of a target with few layers, from the first layer's to the last but one's.
+
+    >>> few_reads(3, 4)
+    [1, 2, 3]
+    """
+    return [1 + place for place in spread(count, max(1, layers - 1))]
 
 
 def bare_head(kind: type[Any], config: Any, target: Any, token_map: Tensor | None = None) -> Any:

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftgraph.models.draft import text_config
-from draftgraph.models.heads.head import Head, bare_head, in_place, layers_like
+from draftgraph.models.heads.head import FEW_LAYERS, Head, bare_head, few_reads, in_place, layers_like
 
 LAYERS: dict[str, type[Any]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 CHOICES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of a configuration, all False at first
@@ -105,7 +105,9 @@ def new_states_head(target: Any, token_map: Tensor | None = None, layers: int = 
     all, without one). `fields` go into the configuration: `reads`, `norm_before_residual`, `intermediate_size`, ..."""
     of = text_config(target.config)
     columns = of.vocab_size if token_map is None else len(token_map)
-    own = {"reads": default_reads(of.num_hidden_layers), "draft_vocab_size": columns}
+    count = of.num_hidden_layers
+    reads = default_reads(count) if count >= FEW_LAYERS else few_reads(3, count)
+    own = {"reads": reads, "draft_vocab_size": columns}
     config = LlamaConfig(**(layers_like(of, layers) | own | fields))
     head: StatesHead = bare_head(StatesHead, config, target, token_map)
     return head
