@@ -15,6 +15,8 @@ from draftgraph.kernels.rows import RowByRow, is_plain, row_attention, row_produ
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+OPTIONS: list[dict[str, Any]] = [{}, {"softcap": 3.0}, {"sinks": SINKS}, {"softcap": 3.0, "sinks": SINKS}]
 SHAPES = [(100, 33), (4, 8), (768, 256), (17, 64), (1, 5), (67, 16)]
 
 
@@ -47,7 +49,7 @@ def test_a_product_is_right_and_its_rows_have_their_own_bits(
     assert torch.equal(torch.cat(alone), found.reshape(-1, shape[0]))
 
 
-@pytest.mark.parametrize("more", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
+@pytest.mark.parametrize("more", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_is_right(dtype: torch.dtype, more: dict[str, Any], threads: int) -> None:
     query, key, value = (torch.randn(1, *shape).to(dtype) for shape in ((4, 7, 24), (2, 40, 24), (2, 40, 20)))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from draftgraph.compiled import compiled
 from draftgraph.graph import WORD
 from draftgraph.kernels.attention import PAGE_SIZE
-from draftgraph.kernels.rows import weigh
+from draftgraph.kernels.rows import scale_scores, softmax
 from draftgraph.kernels.vectors import (
     FLOAT,
     FLOATS,
@@ -158,7 +158,8 @@ def attend_node(
         for number in range(behind):  # in the order of the path
             place = load_whole(path + PATH_PLACES + 8 * number)
             store_number(row + 4 * (length + number), load_number(row + 4 * place))
-        weigh(row, first, length + behind, scale, softcap)
+        scale_scores(row, first, length + behind, scale, softcap)
+        softmax(row, first, length + behind)
     for column in range(0, size, LANES * TOGETHER):
         vectors = TOGETHER if size - column >= LANES * TOGETHER else 1
         for start in range(column, min(size, column + LANES * TOGETHER), LANES * vectors):

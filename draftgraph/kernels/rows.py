@@ -160,10 +160,10 @@ def attend_rows(
                 found = fma(load_first(given + 4 * column, lanes), load_kind(key + width * column, lanes, kind), found)
             scores[count], places[count] = total(found), slot
             count += 1
-        weights = count
+        scale_scores(row, 0, count, factors[0], factors[1])
         if len(sinks):
-            scores[count], weights = sinks[head] / factors[0], count + 1
-        weigh(row, 0, weights, factors[0], factors[1])
+            scores[count] = sinks[head]
+        softmax(row, 0, count + (len(sinks) > 0))
         first = numbers[VALUES] + group * numbers[VALUE_GROUP] * width
         for column in range(0, values, LANES):
             lanes, mixed = min(LANES, values - column), everywhere(np.float32(0.0))
@@ -188,15 +188,21 @@ class RowByRow(TorchFunctionMode):
 
 
 @compiled
-def weigh(scores: int, start: int, last: int, scale: np.float32, softcap: np.float32) -> None:
-    """Softmax of the scores from `start` to `last`; of the vectors at both ends all is written."""
-    first, factor = start // LANES * LANES, everywhere(scale)
-    for place in range(first, last, LANES):
+def scale_scores(scores: int, start: int, last: int, scale: np.float32, softcap: np.float32) -> None:
+    """Those from `start` to `last`; of the vectors at both ends all is written."""
+    factor = everywhere(scale)
+    for place in range(start // LANES * LANES, last, LANES):
         found = load(scores + 4 * place) * factor
         if softcap > 0:
             cap, one, two = everywhere(softcap), everywhere(np.float32(1.0)), everywhere(np.float32(2.0))
             found = cap * (one - two / (one + exp(found / cap * two)))
         store(scores + 4 * place, found)
+
+
+@compiled
+def softmax(scores: int, start: int, last: int) -> None:
+    """The same."""
+    first = start // LANES * LANES
     for place in range(first, start):
         store_number(scores + 4 * place, NEVER)
     for place in range(last, (last + LANES - 1) // LANES * LANES):
