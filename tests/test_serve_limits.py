@@ -22,6 +22,7 @@ from draftgraph.serve import connections
 from draftgraph.serve.connections import affordable
 from draftgraph.serve.generation import LONG_BODY
 from draftgraph.serve.logs import RepeatLimit
+from draftgraph.serve.settings import ServerSettings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -36,6 +37,11 @@ def server():
         patch.setattr(connections, "SLACK", 1.0)
         with LiveServer(header_seconds=1.0, body_seconds=1.0, idle_seconds=1.0, max_connections=40) as server:
             yield server
+
+
+def test_a_connection_is_kept_longer_than_clients_reuse_it():
+    """Else a request now and then meets a connection that is being closed."""
+    assert ServerSettings.idle_seconds >= 2 * httpx.Limits().keepalive_expiry
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class ServerSettings:
     deadline: float = 600.0  # seconds for one request
     header_seconds: float = 10.0  # for a client to send the headers of a request
     body_seconds: float = 30.0  # for a client to send its body
-    idle_seconds: float = 5.0  # for a client to begin its next request
+    idle_seconds: float = 15.0  # for a client to begin its next request: longer than clients keep a connection
     grace: float = 30.0  # for requests under way when the server is told to stop
 
     # the engine process
