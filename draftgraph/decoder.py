@@ -138,9 +138,8 @@ class GraphDecoder:
             draft = engine_for(self.draft_model, slots)
             size = self.vocabulary_size if self.translation is None else tokens_written(self.draft_model)
             vocabulary = DraftVocabulary(self.draft_model, size)
-        target = engine_for(self.target_model, slots, self.config.exact)
-        inexact = inexactness(self.target_model, self.config.exact)
-        return Engines(target, draft, vocabulary, inexact, self.translation)
+        target = engine_for(self.target_model, slots)
+        return Engines(target, draft, vocabulary, inexactness(self.target_model), self.translation)
 
     @property
     def vocabulary_size(self) -> int:

@@ -50,6 +50,28 @@ def set_implementation(config: Any, name: str, value: Any) -> None:
     setattr(config, inner if hasattr(config, inner) else name, value)
 
 
+def register_experts(name: str, compute: Callable[..., Tensor]) -> bool:
+    """Under this name for `_experts_implementation`. False: there is no registry, and models keep their own."""
+    try:
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError:
+        return False
+    ExpertsInterface.register(name, compute)
+    return True
+
+
+def registered_experts(name: str) -> Callable[..., Tensor]:
+    """What transformers has under a name; it can only be asked for where `register_experts` has found the registry."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    return ExpertsInterface()[name]  # type: ignore[no-any-return]
+
+
+def gate_of_experts(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """What experts make of their gates and what these let through, side by side; None where nothing says so."""
+    return getattr(module, "_apply_gate", None)
+
+
 def supports_sdpa(model: Any) -> bool:
     """Where nothing says so: no, and the slower eager attention is used."""
     return bool(getattr(model, "_supports_sdpa", False))

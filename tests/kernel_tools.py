@@ -37,7 +37,7 @@ def strict_interpreter() -> Iterator[Callable[..., Any]]:
 @contextmanager
 def in_one_order(**names: Any) -> Iterator[Callable[..., Any]]:
     """The same, where every sum of a product is formed in the order of its terms, as hardware does, and does not depend
-    on the shape of the tile. `names`: constants of `exact_attention` or `exact_linear` that are others there."""
+    on the shape of the tile. `names`: constants of `attention` or `linear` that are others there."""
     with strict_interpreter() as call:
         call(_sum_in_order, names)
         yield call
@@ -47,7 +47,7 @@ def _sum_in_order(names: dict[str, int]) -> None:
     import triton.language as tl
     from triton.runtime import interpreter as ours
 
-    from draftgraph.kernels import exact_attention, exact_linear
+    from draftgraph.kernels import attention, linear
 
     def numbers(handle: Any) -> Any:
         if handle.dtype.scalar == tl.bfloat16:
@@ -62,7 +62,7 @@ def _sum_in_order(names: dict[str, int]) -> None:
 
     ours.InterpreterBuilder.create_dot = create_dot
     for name, value in names.items():
-        for module in (exact_attention, exact_linear):
+        for module in (attention, linear):
             if hasattr(module, name):
                 known = getattr(module, name)
                 setattr(module, name, value if isinstance(known, int) else tl.constexpr(value))

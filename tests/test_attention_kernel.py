@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 from engine_tools import ancestry, score
 from families import FAMILIES, MORE_FAMILIES, SMALL, VOCAB, target_of
-from kernel_tools import strict_interpreter
+from kernel_tools import ptx_of, strict_interpreter
 from torch import Tensor
 
 from draftgraph import UnsupportedModelError
@@ -21,8 +21,16 @@ from draftgraph.engine.attention import attend
 from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
-from draftgraph.kernels import attention
-from draftgraph.kernels.attention import PagedPass, attend_reference, attend_triton, paged_attention, supports, views_of
+from draftgraph.kernels.attention import (
+    PagedPass,
+    Tiling,
+    _attend,
+    attend_reference,
+    attend_triton,
+    paged_attention,
+    supports,
+    views_of,
+)
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -219,25 +227,25 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("shares", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_gives_what_its_reference_gives(
-    interpreted: Callable[..., Tensor], shape: dict[str, Any], splits: int
+    interpreted: Callable[..., Tensor], shape: dict[str, Any], shares: int
 ) -> None:
     given = scene(1, **shape).to("cpu", torch.float16)
-    found = interpreted(*given.states, given.data, 0.2, splits=splits)
+    found = interpreted(*given.states, given.data, 0.2, shares=shares)
     expected = attend_reference(*given.states, given.data, 0.2)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float16])
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("shares", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_kernel_knows_windows_caps_and_sinks(
-    interpreted: Callable[..., Tensor], options: dict[str, Any], splits: int
+    interpreted: Callable[..., Tensor], options: dict[str, Any], shares: int
 ) -> None:
     given = scene(2, **RAGGED, groups=1, heads=3)
     options = given.options(**options)
-    found = interpreted(*given.states, given.data, 0.2, splits=splits, **options)
+    found = interpreted(*given.states, given.data, 0.2, shares=shares, **options)
     expected = attend_reference(*given.states, given.data, 0.2, **options)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -246,52 +254,33 @@ def test_the_kernel_takes_any_strides(interpreted: Callable[..., Tensor]) -> Non
     given = scene(3, **RAGGED, heads=2)
     kept = given.key.transpose(1, 2).contiguous().transpose(1, 2)  # slots before heads
     columns = given.value.mT.contiguous().mT  # columns apart
-    found = interpreted(given.query.contiguous(), kept, columns, given.data, 0.2, splits=2)
+    found = interpreted(given.query.contiguous(), kept, columns, given.data, 0.2, shares=2)
     torch.testing.assert_close(found, attend_reference(*given.states, given.data, 0.2), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("shares", [1, 3])
 def test_in_the_kernel_too_a_node_that_sees_nothing_gets_nothing(
-    interpreted: Callable[..., Tensor], splits: int
+    interpreted: Callable[..., Tensor], shares: int
 ) -> None:
     given = scene(lengths=(0,), counts=(2,))
-    assert interpreted(*given.states, blind(given), 1.0, splits=splits).eq(0).all()
-
-
-def test_splits_fill_the_device_and_no_more() -> None:
-    assert attention.split_count(programs=32, capacity=8192, places=264) == 8
-    assert attention.split_count(programs=1000, capacity=8192, places=264) == 1
-    assert attention.split_count(programs=1, capacity=64, places=264) == 1
-    assert attention.split_count(programs=1, capacity=100_000, places=264) <= attention.MOST_SPLITS
+    assert interpreted(*given.states, blind(given), 1.0, shares=shares).eq(0).all()
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_kernel_compiles_for_a_gpu(dtype: torch.dtype, window: int | None) -> None:
     """The interpreter runs what the compiler refuses."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from draftgraph.kernels.attention import RESERVE, Tiling, _attend
-
-    size, name = dtype.itemsize, "*bf16" if dtype == torch.bfloat16 else "*fp32"
-    for nodes, single in ((8, False), (128, True)):
-        tiling = Tiling.of(nodes, 128, size, 227 * 1024 - RESERVE)
+    name = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+    kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions", "met"), "*i32")
+    kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
+    kinds |= dict.fromkeys(("query", "key", "value", "out"), name)
+    kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
+    for queries, alone in ((16, False), (64, True)):
+        tiling = Tiling.of(queries, 128, dtype.itemsize, 227 * 1024)
         fixed = {"heads": 4, "size": 128, "columns": 128, "queries": tiling.queries, "slots": tiling.slots}
-        fixed |= {"padded_texts": 128, "single": single, "precision": "ieee" if size == 4 else "tf32"}
-        fixed |= {"cap": None, "sinks": None, "window": window}
-        kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions"), "*i32")
-        kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
-        kinds |= dict.fromkeys(("query", "key", "value", "out"), name)
-        kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
-        kinds |= {name: "constexpr" for name, value in fixed.items() if name != "window" or value is None}
-        signature = {argument: kinds.get(argument, "i32") for argument in _attend.arg_names}
-        constants = {name: value for name, value in fixed.items() if signature[name] == "constexpr"}
-        source = ASTSource(fn=_attend, signature=signature, constexprs=constants)
-        options = {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1}
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert found.asm["cubin"] and found.metadata.shared <= 227 * 1024 // tiling.at_once
+        fixed |= {"late_slots": tiling.late_slots, "padded_texts": 128, "alone": alone, "cap": None, "sinks": None}
+        fixed |= {} if window else {"window": None}
+        assert ptx_of(_attend, kinds, fixed, {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1})
 
 
 def _qwen2_moe() -> Any:
@@ -373,11 +362,11 @@ LARGE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [None, 1, 5])
+@pytest.mark.parametrize("shares", [None, 1, 5])
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
-def test_many_and_long_texts_on_cuda(shape: dict[str, Any], splits: int | None) -> None:
+def test_many_and_long_texts_on_cuda(shape: dict[str, Any], shares: int | None) -> None:
     given = scene(5, **{"size": 128} | shape).to("cuda", torch.bfloat16)
-    found = attend_triton(*given.states, given.data, 0.1, splits=splits)
+    found = attend_triton(*given.states, given.data, 0.1, shares=shares)
     torch.testing.assert_close(found, attend_reference(*given.states, given.data, 0.1), rtol=0, atol=1e-2)
 
 
@@ -391,11 +380,11 @@ def test_long_texts_and_large_heads_on_cuda(nodes: int, heads: int, size: int) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 4])
-def test_one_split_needs_no_second_kernel_on_cuda(splits: int) -> None:
+@pytest.mark.parametrize("shares", [1, 4])
+def test_a_text_may_be_shared_or_not_on_cuda(shares: int) -> None:
     given = scene(4, LENGTHS, (64,) * 6, heads=3).to("cuda", torch.bfloat16)
     told = given.options(**OPTIONS["all"])
-    found = attend_triton(*given.states, given.data, 0.2, **told, splits=splits)
+    found = attend_triton(*given.states, given.data, 0.2, **told, shares=shares)
     expected = attend_reference(*given.states, given.data, 0.2, **told)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.bfloat16])
 

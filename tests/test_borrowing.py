@@ -15,7 +15,7 @@ from families import target_of
 from torch import nn
 
 from draftgraph import GraphConfig, GraphDecoder
-from draftgraph.engine.borrowing import Fusions, Loan, NarrowLinears
+from draftgraph.engine.borrowing import Fusions, Linears, Loan
 
 SOON = 0.2  # seconds that another thread is given to come in between
 
@@ -56,7 +56,7 @@ def overlap(first: AbstractContextManager[Any], second: AbstractContextManager[A
 
 def test_linear_layers_are_given_back_when_passes_overlap() -> None:
     layers = large_layers()
-    overlap(NarrowLinears(layers).borrowed(2), NarrowLinears(layers).borrowed(2))
+    overlap(Linears(layers).borrowed(), Linears(layers).borrowed())
     assert not any("forward" in vars(module) for module in layers.modules())
 
 
@@ -84,11 +84,11 @@ def test_what_is_found_in_a_model_does_not_depend_on_other_threads() -> None:
     model, layers = target_of("llama"), large_layers()
 
     def found() -> list[int]:
-        return [len(Fusions(model, kinds=("cpu",))._forwards), len(NarrowLinears(layers)._forwards)]
+        return [len(Fusions(model, kinds=("cpu",))._forwards), len(Linears(layers)._forwards)]
 
     expected = found()
     with ThreadPoolExecutor(1) as pool:
-        with Fusions(model, kinds=("cpu",)).borrowed(), NarrowLinears(layers).borrowed(2):
+        with Fusions(model, kinds=("cpu",)).borrowed(), Linears(layers).borrowed():
             waiting = pool.submit(found)
             Event().wait(SOON)
         assert waiting.result(20) == expected

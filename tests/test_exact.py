@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ import draftgraph.engine.selfcheck as selfcheck
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Limits, Scheduler
 from draftgraph.cost import FlatCost
-from draftgraph.engine import attention, paged
-from draftgraph.engine.selfcheck import bit_difference, has_order, inexactness
+from draftgraph.engine import attention, borrowing, paged
+from draftgraph.engine.selfcheck import bit_difference, inexactness
 from draftgraph.errors import UnsupportedModelError
+from draftgraph.kernels.attention import attend_triton
 from draftgraph.pair import Pair
 from draftgraph.stats import Stats
 
@@ -120,25 +122,17 @@ def test_figures_of_two_texts_are_exact_if_both_are() -> None:
 
 
 def check_in_order() -> str | None:
-    """What the check says of a target in half precision in an engine that keeps the order of sums."""
+    """What the check says of a target in half precision whose products and attention are those of a GPU."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)).to(torch.bfloat16).eval()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(selfcheck, "WIDTHS", (2, 9))
-        patch.setattr(attention, "supports_exactly", lambda *_: True)
-        return bit_difference(model, {"paged": True, "compiled": False}, exact=True)
+        patch.setattr(attention, "paged_attention", partial(attend_triton, shares=2))
+        patch.setattr(borrowing, "compiles_for", lambda device: True)
+        return bit_difference(model, {"paged": True, "compiled": False})
 
 
 def test_half_precision_in_order_has_the_bits_of_passes_over_one_node() -> None:
     with in_one_order() as call:
         assert call(check_in_order) is None
-
-
-def test_order_is_asked_of_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nothing changes; on a GPU those who did not ask for it are told that they may."""
-    model = of_modules(monkeypatch, torch.bfloat16)
-    assert not has_order(model)
-    monkeypatch.setattr(selfcheck, "has_order", lambda _: True)
-    monkeypatch.setattr(selfcheck, "bit_difference", lambda model, abilities, exact: None if exact else "other bits")
-    assert "GraphConfig(exact=True)" in (inexactness(model) or "") and inexactness(model, exact=True) is None

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from kernel_tools import in_one_order, ptx_of
-from test_attention_kernel import OPTIONS, RAGGED, SHAPES, TOLERANCE, Scene, scene
+from test_attention_kernel import OPTIONS, Scene, scene
 from torch import Tensor
 
 from draftgraph.engine.pages import PAGE
-from draftgraph.kernels.attention import RESERVE, PagedPass, Tiling, attend_reference
-from draftgraph.kernels.exact_attention import NARROW, WIDE, _finished, _shared, attend_exactly, chunks_of
+from draftgraph.kernels.attention import DEEPEST, PagedPass, Tiling, _attend, attend_triton, chunks_of
 
 SCALE = 0.2
 
@@ -23,26 +22,7 @@ SCALE = 0.2
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Tensor]]:
     with in_one_order() as call:
-        yield lambda *arguments, **options: call(attend_exactly, *arguments, **options)
-
-
-@pytest.mark.parametrize(
-    "shape", ["one node", "ragged", "nobody there", "a size between powers of two", "a large size"]
-)
-def test_the_kernels_give_what_the_reference_gives(interpreted: Callable[..., Tensor], shape: str) -> None:
-    given = scene(1, **SHAPES[shape]).to("cpu", torch.float16)
-    found = interpreted(*given.states, given.data, SCALE)
-    expected = attend_reference(*given.states, given.data, SCALE)
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float16])
-
-
-@pytest.mark.parametrize("options", [OPTIONS["long window"], OPTIONS["all"]], ids=["window", "all"])
-def test_the_kernels_know_windows_caps_and_sinks(interpreted: Callable[..., Tensor], options: dict[str, Any]) -> None:
-    given = scene(2, **RAGGED, groups=1, heads=3).to("cpu", torch.float16)
-    options = given.options(**options)
-    found = interpreted(*given.states, given.data, SCALE, **options)
-    expected = attend_reference(*given.states, given.data, SCALE, **options)
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float16])
+        yield lambda *arguments, shares=2, **options: call(attend_triton, *arguments, shares=shares, **options)
 
 
 def plain(given: Scene, text: int, node: int, more_pages: int = 0) -> tuple[Tensor, Tensor, Tensor, PagedPass]:
@@ -135,7 +115,7 @@ def test_chunks_that_depend_on_the_pass_are_found(interpreted: Callable[..., Ten
     )
     assert torch.equal(interpreted(*alone, data, SCALE)[0, 0], found)
     with in_one_order(CHUNK=128, SHORT=128) as call:
-        assert not torch.equal(call(attend_exactly, *alone, data, SCALE)[0, 0], found)
+        assert not torch.equal(call(attend_triton, *alone, data, SCALE)[0, 0], found)
 
 
 def test_chunks_cover_every_place_once() -> None:
@@ -144,25 +124,42 @@ def test_chunks_cover_every_place_once() -> None:
         assert starts[chunks_of(places) - 1] < places <= starts[chunks_of(places)]
 
 
+@pytest.mark.parametrize("shares", [1, 3, 9])
+def test_who_shares_the_chunks_never_changes_bits(interpreted: Callable[..., Tensor], shares: int) -> None:
+    given = scene(6, lengths=(700, 20, 300), counts=(12, 5, 1), groups=1, heads=2, size=16)
+    found, expected = (interpreted(*given.states, given.data, SCALE, shares=one) for one in (shares, 2))
+    assert torch.equal(found, expected)
+
+
+def test_paths_as_deep_as_is_allowed_have_the_bits_of_plain_decoding(interpreted: Callable[..., Tensor]) -> None:
+    """Two paths of DEEPEST nodes behind the root, taking turns in their slots."""
+    given = scene(7, lengths=(94,), counts=(2 * DEEPEST - 1,), groups=1, size=16, padding=0)
+    for node, path in enumerate(paths := [[0], *([0, *range(2 - node % 2, node + 1, 2)] for node in range(1, 63))]):
+        given.data.ancestors[node] = sum(1 << slot for slot in path) if 63 not in path else 0
+        given.data.positions[0, node] = 94 + len(path) - 1
+        given.data.scratch_positions[0, node] = 94 + len(path) - 1
+    given.paths[0][:] = paths
+    found = interpreted(*given.states, given.data, SCALE)
+    for node in (0, 1, 30, 61, 62):
+        assert torch.equal(interpreted(*plain(given, 0, node), SCALE)[0, 0], found[0, node]), node
+
+
 @pytest.mark.parametrize("size", [64, 128])
-def test_the_kernels_compile_for_a_gpu_with_one_kind_of_product(size: int) -> None:
-    pointers = dict.fromkeys(("starts", "lengths", "pages"), "*i32") | {"scale": "fp32", "log2e": "fp32"}
-    pointers |= dict.fromkeys(("ancestors", "positions"), "*i64") | dict.fromkeys(
-        ("query", "key", "value", "out"), "*bf16"
-    )
-    pointers |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
-    shared, finished = set(), set()
-    for queries in (NARROW, WIDE):
-        tiling = Tiling.of(queries, size, 2, 227 * 1024 - RESERVE)
+def test_the_kernel_compiles_for_a_gpu_with_one_kind_of_product(size: int) -> None:
+    """For any number of queries the same products, but for how many columns they have."""
+    kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions", "met"), "*i32")
+    kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
+    kinds |= dict.fromkeys(("query", "key", "value", "out"), "*bf16")
+    kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
+    found = []
+    for queries in (16, 32, 64):
+        tiling = Tiling.of(queries, size, 2, 227 * 1024)
         fixed = {"heads": 4, "size": size, "columns": size, "queries": tiling.queries, "slots": tiling.slots}
-        fixed |= {"padded_texts": 128, "cap": None, "window": None, "sinks": None}
+        fixed |= {"late_slots": tiling.late_slots, "padded_texts": 128, "alone": queries > 16}
+        fixed |= {"cap": None, "window": None, "sinks": None}
         options = {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1}
-        shared |= products(ptx_of(_shared, pointers, fixed, options))
-        if queries == NARROW:
-            finished = products(ptx_of(_finished, pointers, fixed, options | {"num_stages": 1}))
-    assert shared == finished and len(shared) == (1 if size == 64 else 2)  # scores and values
-
-
-def products(code: str) -> set[str]:
-    assert "mma.sync" not in code
-    return set(re.findall(r"wgmma\.mma_async\.\S+?\.(m64n\d+k16\.\S+)", code))
+        code = ptx_of(_attend, kinds, fixed, options)
+        wide = set(re.findall(r"wgmma\.mma_async\.\S+?\.(m64)n\d+(k16\.\S+)", code))
+        found.append((wide, set(re.findall(r"mma\.sync\S+", code))))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == {("m64", "k16.f32.bf16.bf16")} and len(found[0][1]) == 1  # that of the tail's weights

@@ -504,8 +504,8 @@ class ShortOfMemory(Captured):
 
     most = 16
 
-    def __init__(self, compute: Any, device: torch.device, pool: Any = None) -> None:
-        super().__init__(compute, device, pool)
+    def __init__(self, compute: Any, device: torch.device, *more: Any) -> None:
+        super().__init__(compute, device, *more)
         found = self()
         if found is not None and len(found[0]) > self.most:
             raise torch.OutOfMemoryError

@@ -23,6 +23,8 @@ PROMPT = torch.tensor([[3, 1, 4]])
 NAMES = (
     "_attn_implementation_internal",
     "_experts_implementation_internal",
+    "_apply_gate",
+    "integrations.moe",
     "_supports_sdpa",
     "_supports_attention_backend",
     "_is_stateful",

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers.pytorch_utils import Conv1D
 
+from draftgraph.kernels import linear as tiles
 from draftgraph.kernels import rows
 from draftgraph.kernels.attention import masked_attention
-from draftgraph.kernels.rows import RowByRow, is_plain, row_attention, row_product
+from draftgraph.kernels.rows import RowByRow, is_plain, row_attention, row_product, rows_apart
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -81,8 +83,6 @@ def test_bits_of_attention_depend_on_what_is_seen_alone(dtype: torch.dtype, thre
 
 def test_a_library_is_not_asked_while_rows_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for a product: layers, functions, operators, GPT-2's own layer."""
-    from transformers.pytorch_utils import Conv1D
-
     asked: list[Any] = []
     own = rows.row_product
     monkeypatch.setattr(rows, "row_product", lambda *given: asked.append(given) or own(*given))
@@ -102,6 +102,42 @@ def test_a_library_is_not_asked_while_rows_are_apart(monkeypatch: pytest.MonkeyP
                 found = call()
             assert len(asked) == number
             torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_products_of_plain_weights_go_in_tiles(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meta` stands in for it: nothing is computed there."""
+    told: list[Any] = []
+
+    def products(given: Tensor, weights: list[Tensor], *more: Any) -> list[Tensor]:
+        told.append((given.shape, [weight.shape for weight in weights], *more))
+        return [torch.empty((len(given), len(weights[0])), dtype=given.dtype, device=given.device)]
+
+    monkeypatch.setattr(tiles, "products", products)
+    monkeypatch.setattr(rows, "compiles_for", lambda device: device.type == "meta")
+    here, met = torch.device("meta"), torch.zeros(1)
+    layer, turned = nn.Linear(8, 6, device=here, dtype=dtype), Conv1D(6, 8).to(here, dtype)
+    x, stack = torch.empty(1, 3, 8, device=here, dtype=dtype), torch.empty(1, 8, 5, device=here, dtype=dtype)
+    tiling = tiles.IN_SINGLE if dtype == torch.float32 else None
+    with torch.no_grad(), rows_apart(here, met):
+        for found, bias in (
+            (layer(x), layer.bias),
+            (linear(x, layer.weight), None),
+            (x @ layer.weight.T, None),
+            (torch.mm(x[0], layer.weight.t())[None], None),
+            (turned(x), turned.bias),
+        ):
+            assert found.shape == (1, 3, 6)
+            shape, weights, biases, counters, given_tiling = told.pop(0)
+            assert (shape, weights) == ((3, 8), [(6, 8)]) and biases[0] is bias
+            assert counters is met and given_tiling == tiling
+        assert (x @ stack).shape == (1, 3, 5)
+        linear(x.double(), layer.weight.double())
+    with torch.enable_grad(), rows_apart(here, met):
+        layer(x)
+    with torch.no_grad(), rows_apart(here):
+        layer(x)
+    assert not told
 
 
 def test_attention_of_a_mask_is_taken_over_and_an_added_bias_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

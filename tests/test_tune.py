@@ -4,14 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from cli_tools import PROMPT, Runner, refused
 
 from draftgraph import GraphDecoder
 from draftgraph.bench.tune import HITS
 from draftgraph.cost import Curve, Latencies, MeasuredCost, prices
-from draftgraph.kernels import linear
-from draftgraph.kernels.linear import Choices
 
 FOUND = Latencies(
     Curve.of([128, 1024], [1, 2, 8, 64], [[0.010, 0.011, 0.0125, 0.02], [0.012, 0.013, 0.016, 0.03]]),
@@ -62,19 +59,6 @@ def test_json_is_one_object(run, folder, found):
     assert wide["ms"] == pytest.approx(30.0) and wide["one_token_passes"] == pytest.approx(2.5)
     assert [one["hit"] for one in report["choices"]] == list(HITS)
     assert set(report["choices"][0]) == {"hit", "levels", "nodes", "tokens", "ratio"}
-
-
-def test_only_tuning_chooses_products_again(run, folder, found, monkeypatch):
-    """Other ways round otherwise: in half precision prices that are measured in between must not change an answer."""
-    monkeypatch.setattr(prices, "SMALLEST", 0)
-    monkeypatch.setattr(linear, "CHOICES", Choices())
-    here, what = torch.device("cpu"), "1 rows of a shape"
-    linear.CHOICES.put(here, what, "turned")
-    done = run("generate", PROMPT, "--target", folder, "--draft", "self", "--max-new-tokens", 8, "--stats")
-    assert "measuring what passes cost" in done.err and "measured prices" in done.err
-    assert [linear.CHOICES.get(here, what), Choices().get(here, what)] == ["turned", "turned"]
-    run("tune", "--target", folder, "--draft", "self")
-    assert [linear.CHOICES.get(here, what), Choices().get(here, what)] == [None, None]
 
 
 def test_a_target_alone_is_measured_too(run, folder, found):

@@ -112,13 +112,10 @@ class TuneReport:
 
 
 def tune(decoder: GraphDecoder, config: GraphConfig, target: str, draft: str | None) -> TuneReport:
-    """Measures now, whatever is known, and keeps the result for later starts. Only here products are chosen again, too:
-    in half precision other ways of computing them may answer otherwise where two tokens tie."""
+    """Measures now, whatever is known, and keeps the result for later starts."""
     from draftgraph.cost.prices import SMALLEST, file_of, measured_pricing
-    from draftgraph.kernels.linear import choose_again
 
     pricing = measured_pricing(decoder.cost_key(decoder.engines))
-    choose_again(decoder.engines.target.device)
     latencies = pricing.renew(lambda: decoder.measure(config, decoder.engines))
     cost, file = MeasuredCost(latencies), file_of(pricing.key)
     choices = [choice(cost, hit, config) for hit in HITS] if latencies.draft is not None else []

@@ -11,7 +11,6 @@ from transformers import AttentionInterface
 
 from draftgraph.errors import UnsupportedModelError
 from draftgraph.kernels.attention import paged_attention
-from draftgraph.kernels.exact_attention import attend_exactly, supports_exactly
 
 Visibility = Callable[[Tensor, Tensor], Tensor]  # query positions [n, 1], key positions [m] -> [n, m]
 
@@ -67,8 +66,7 @@ def attend(
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     window, softcap, sinks = layer_window(module, kwargs), kwargs.get("softcap"), kwargs.get("s_aux")
-    compute = attend_exactly if data.exact and supports_exactly(query, key, value) else paged_attention
-    return compute(query, key, value, data, scale, window, softcap, sinks), None
+    return paged_attention(query, key, value, data, scale, window, softcap, sinks), None
 
 
 def layer_window(module: Any, kwargs: dict[str, Any]) -> int | None:

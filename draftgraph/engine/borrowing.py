@@ -1,13 +1,14 @@
 """What a pass changes in the user's modules, and how it is put back.
 
 - `Loan`: no gradients, evaluation mode, an attention that takes masks.
-- `NarrowLinears`: linear layers that compute few rows the quickest way.
+- `Linears`: linear layers on a GPU whose rows do not know each other.
 - `Fusions`: norms, rotary embeddings and gated MLPs with one kernel each, wherever that was proved to be the same.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
@@ -21,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from draftgraph import private
-from draftgraph.engine.capture import Captured
 from draftgraph.engine.sharding import embedding_parts, linear_parts, local_part
-from draftgraph.kernels import exact_linear, fused, linear
+from draftgraph.kernels import fused, linear
 from draftgraph.kernels.fused import ACTIVATIONS, NORM_STYLES, NormStyle
 from draftgraph.kernels.triton_or_stub import compiles_for
 
@@ -31,6 +31,7 @@ MASKABLE = ("sdpa", "eager")  # attention implementations that take any mask
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPSILONS = ("variance_epsilon", "eps")
 PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a module that read the same states
 ROTARY = "apply_rotary_pos_emb"
 SCALES = (1e-3, 1e-2, 1.0, 30.0)  # of rows; under the smallest an epsilon counts
 
@@ -205,71 +206,84 @@ def other_forwards(lock: RLock, forwards: Forwards) -> Iterator[None]:
                     attributes["forward"] = own
 
 
-class NarrowLinears:
-    """The large linear layers of a model on a GPU, which take the best way while `borrowed`, if there are few rows. Of
-    layers that are split over ranks the parts do, whatever the rows: see `LinearPart`."""
+class Linears:
+    """Linear layers while `borrowed`. On a GPU in half precision each row of their products has the same bits in every
+    pass, and layers of a module that read the same states share a launch. Of layers that are split over ranks the parts
+    are computed so: see `LinearPart`."""
 
     def __init__(self, model: nn.Module, split_alone: bool = False) -> None:
         self._lock = pass_lock(model)
         with self._lock:
             parts, embeddings = linear_parts(unwrapped(model)), embedding_parts(unwrapped(model))
-            found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_borrowable(module)]
-            found += [one.part for one in parts if is_borrowable(one.part)]
-        groups: dict[tuple[Any, ...], list[nn.Linear]] = {}
-        for module in [] if split_alone else found:
-            groups.setdefault((module.weight.shape, module.weight.dtype, module.weight.device), []).append(module)
-        products = {module: partial(product, group, module) for group in groups.values() for module in group}
-        self._split: Forwards = [
-            (vars(one.module), partial(one.compute, products.pop(one.part, one.plain))) for one in parts
-        ]
-        self._split += [(vars(one.module), one.compute) for one in embeddings]
-        self._forwards: Forwards = [(vars(module), forward) for module, forward in products.items()]
+            groups = [] if split_alone else groups_of(model)
+            like = local_part(next(model.parameters()))
+            in_tiles = not split_alone and like.dtype in linear.DTYPES and compiles_for(like.device)
+            self.met = met = linear.counters(like.device) if in_tiles else None  # also of what `rows_apart` computes
+        self._forwards: Forwards = [(vars(one.module), one.compute) for one in embeddings]
+        for one in parts:
+            own = not split_alone and has_order(one.part)
+            product = partial(Together([one.part], met), one.part) if own else one.plain
+            self._forwards.append((vars(one.module), partial(one.compute, product)))
+        for group in groups:
+            together = Together(group, met)
+            self._forwards += [(vars(module), partial(together, module)) for module in group]
 
-    def borrowed(self, rows: int) -> AbstractContextManager[None]:
-        """For one pass over so many rows; it holds the model's lock also where they are too many to change anything."""
-        few = rows <= linear.WIDTHS[-1]
-        return other_forwards(self._lock, self._split + (self._forwards if few else []))
-
-
-def is_borrowable(module: nn.Linear) -> bool:
-    """A plain layer whose product is worth choosing for."""
-    weight = module.weight
-    untouched = type(module) is nn.Linear and "forward" not in vars(module)
-    plain = type(weight) is nn.Parameter and weight.device.type in linear.KINDS and weight.dtype in linear.DTYPES
-    return untouched and plain and weight.numel() >= linear.SMALLEST
-
-
-def product(group: list[nn.Linear], module: nn.Linear, given: Tensor) -> Tensor:
-    """What a layer of this group does with few rows."""
-    rows = given.reshape(-1, given.shape[-1])
-    found = linear.way_for(len(rows), group, Captured)(rows, module.weight)
-    if module.bias is not None:
-        found = found + module.bias
-    return found.reshape(*given.shape[:-1], len(module.weight))
-
-
-class ExactLinears:
-    """All linear layers of a model in half precision: while `borrowed`, each row has the same bits in every pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._lock = pass_lock(model)
-        with self._lock:
-            found = [module for module in model.modules() if isinstance(module, nn.Linear) and is_half(module)]
-        self._forwards: Forwards = [(vars(module), partial(exact_product, module)) for module in found]
-
-    def borrowed(self, rows: int) -> AbstractContextManager[None]:
+    def borrowed(self) -> AbstractContextManager[None]:
+        """For one pass."""
         return other_forwards(self._lock, self._forwards)
 
 
-def is_half(module: nn.Linear) -> bool:
-    """A plain layer with weights of 16 bits."""
-    untouched = type(module) is nn.Linear and "forward" not in vars(module)
-    return untouched and type(module.weight) is nn.Parameter and module.weight.dtype in exact_linear.DTYPES
+class Together:
+    """Linear layers that are given the same states: who is asked first computes for all."""
+
+    def __init__(self, modules: list[nn.Linear], met: Tensor | None) -> None:
+        self._modules, self._met = modules, met
+        self._given: Tensor | None = None
+        self._found: dict[nn.Linear, Tensor] = {}
+
+    def __call__(self, module: nn.Linear, given: Tensor) -> Tensor:
+        if given is not self._given or module not in self._found:
+            rows = given.reshape(-1, given.shape[-1])
+            weights, biases = [one.weight for one in self._modules], [one.bias for one in self._modules]
+            found = linear.products(rows, weights, biases, self._met)
+            self._given, self._found = given, dict(zip(self._modules, found, strict=True))
+        own = self._found.pop(module)
+        if not self._found:
+            self._given = None
+        return own.reshape(*given.shape[:-1], own.shape[-1])
+
+    def computes(self, modules: list[nn.Module]) -> bool:
+        return len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules))
+
+    def gated(self, given: Tensor, activation: str) -> Tensor:
+        """What these layers, a gated MLP's first ones, give to its last."""
+        weights, biases = ([getattr(one, name) for one in self._modules] for name in ("weight", "bias"))
+        if len(weights) == 1:  # both in one
+            weights = [*weights[0].chunk(2)]
+            biases = [None, None] if biases[0] is None else [*biases[0].chunk(2)]
+        rows = given.reshape(-1, given.shape[-1])
+        (found,) = linear.products(rows, weights, biases, self._met, activation=activation)
+        return found.reshape(*given.shape[:-1], found.shape[-1])
 
 
-def exact_product(module: nn.Linear, given: Tensor) -> Tensor:
-    found = exact_linear.exact_linear(given.reshape(-1, given.shape[-1]), module.weight, module.bias)
-    return found.reshape(*given.shape[:-1], len(module.weight))
+def groups_of(model: nn.Module) -> list[list[nn.Linear]]:
+    """The layers whose products have an order of their own; those that are named as siblings are together."""
+    groups: list[list[nn.Linear]] = []
+    for module in model.modules():
+        own: dict[str, Any] = {name: child for name, child in module.named_children() if has_order(child)}
+        for names in SIBLINGS:
+            together = [own[name] for name in names if name in own]
+            if len({(one.in_features, one.bias is None, one.weight.dtype, one.weight.device) for one in together}) == 1:
+                groups.append([own.pop(name) for name in names if name in own])
+        groups += [[one] for one in own.values()]
+    return list({id(group[0]): group for group in groups}.values())
+
+
+def has_order(module: Any) -> bool:
+    """A plain layer with weights of 16 bits on a GPU that our kernels are made for."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
+        return False
+    return module.weight.dtype in linear.DTYPES and compiles_for(module.weight.device)
 
 
 class Proofs:
@@ -368,11 +382,24 @@ def normed(module: Any, own: Callable[[Tensor], Tensor], style: NormStyle, *give
 
 def gated(module: Any, activation: str, *given: Tensor, **named: Tensor) -> Tensor:
     (states,) = *given, *named.values()
+    first = [child for name in ("gate_proj", "up_proj", "gate_up_proj") if (child := getattr(module, name, None))]
+    if (together := borrowed_together(first)) is not None:
+        return module.down_proj(together.gated(states, activation))  # type: ignore[no-any-return]
     if hasattr(module, "gate_up_proj"):
         gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
     else:
         gate, up = module.gate_proj(states), module.up_proj(states)
     return module.down_proj(fused.gated(gate, up, activation))  # type: ignore[no-any-return]
+
+
+def borrowed_together(modules: list[nn.Module]) -> Together | None:
+    """Who computes these layers in the pass that is under way, if these are all that it computes."""
+    forwards = [vars(module).get("forward") for module in modules]
+    found = {id(one.func): one.func for one in forwards if isinstance(one, partial)}
+    if len(found) != 1 or None in forwards or any(map(private.is_hooked, modules)):
+        return None
+    (together,) = found.values()
+    return together if isinstance(together, Together) and together.computes(modules) else None
 
 
 @cache

@@ -21,12 +21,14 @@ class Captured:
 
     made: ClassVar[int] = 0  # recordings so far: they take far longer than what they record
 
-    def __init__(self, compute: Callable[[], Any], device: torch.device, pool: Any = None) -> None:
+    def __init__(
+        self, compute: Callable[[], Any], device: torch.device, pool: Any = None, recorded: bool = True
+    ) -> None:
         self._compute = compute
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._done: torch.cuda.Event | None = None
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
         self.output: Any = None
-        if device.type == "cuda":
+        if device.type == "cuda" and recorded:
             self._record(device, pool)
 
     def _record(self, device: torch.device, pool: Any) -> None:
@@ -43,13 +45,14 @@ class Captured:
         mode = "thread_local" if distributed.is_available() and distributed.is_initialized() else "global"
         with without_garbage_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             self.output = self._compute()
-        self._graph, self._done = graph, torch.cuda.Event()
+        self._graph = graph
 
     def __call__(self) -> Any:
-        if self._graph is None or self._done is None:
+        if self._graph is None:
             self.output = self._compute()
         else:
             self._graph.replay()
+        if self._done is not None:
             self._done.record()
         return self.output
 

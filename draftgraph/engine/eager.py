@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftgraph.engine.adapters import Adapters
 from draftgraph.engine.attention import graph_masks
-from draftgraph.engine.borrowing import NarrowLinears, adapters, unwrapped
+from draftgraph.engine.borrowing import Linears, adapters, unwrapped
 from draftgraph.engine.cache import SlotCache
 from draftgraph.engine.protocol import PREFILL_CHUNK, PassResult, Segment
 from draftgraph.engine.rope import RopeSwitch
@@ -40,7 +40,7 @@ class EagerEngine:
         self.switch = RopeSwitch.of(model)
         self.most = None if self.switch is None else 1  # the model remembers the length of the text that it last saw
         self.config = model.config.get_text_config(decoder=True)
-        self.linears = NarrowLinears(model, split_alone=True)
+        self.linears = Linears(model, split_alone=True)
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
@@ -196,7 +196,7 @@ class EagerContext:
         numbers = torch.full((len(tokens),), self.adapter, device=device) if self.adapter else None
         if given is not None:
             arguments["states"] = given[None]
-        lent = engine.linears.borrowed(len(tokens)), engine.adapters.added(numbers), engine.taps.reading()
+        lent = engine.linears.borrowed(), engine.adapters.added(numbers), engine.taps.reading()
         with rows_apart(engine.device), lent[0], lent[1], lent[2]:
             out = engine.model(**arguments, past_key_values=self._cache, return_dict=True)
         self.scratch += len(tokens)

@@ -21,9 +21,8 @@ from torch import Tensor
 from draftgraph.engine.adapters import Adapters
 from draftgraph.engine.attention import NAME
 from draftgraph.engine.borrowing import (
-    ExactLinears,
     Fusions,
-    NarrowLinears,
+    Linears,
     borrowed_attention,
     configs_of,
     fingerprint,
@@ -31,6 +30,7 @@ from draftgraph.engine.borrowing import (
 )
 from draftgraph.engine.cache import PagedCache, SlotCache, bytes_per_slot
 from draftgraph.engine.capture import Captured, graph_memory, host_memory
+from draftgraph.engine.experts import implementation_for
 from draftgraph.engine.pages import PAGE, OutOfPages, Pages, pages_for
 from draftgraph.engine.passes import Moves, PassData, PassShape, Piece, lay_out, next_pass, slots_of
 from draftgraph.engine.program import Program, program_of
@@ -51,7 +51,7 @@ from draftgraph.engine.rope import RopeSwitch
 from draftgraph.engine.states import Taps, memory_for, own_states
 from draftgraph.errors import DraftGraphError, UnsupportedModelError
 from draftgraph.graph import WORD, Floats, Ints
-from draftgraph.kernels.attention import PagedPass
+from draftgraph.kernels.attention import DEEPEST, PagedPass
 from draftgraph.kernels.fused import MOVED_TOGETHER
 from draftgraph.kernels.rows import rows_apart
 from draftgraph.kernels.sampling import MOST_KEPT, sample
@@ -98,10 +98,8 @@ class PagedEngine:
         slots: int | None = None,
         captured: bool | None = None,
         compiled: bool = True,
-        exact: bool = False,
     ) -> None:
-        """`compiled`: on a CPU passes run without the model's modules, if these are of known parts; `exact`: on a GPU
-        in half precision a node's logits depend on its own path alone, as far as our kernels can see to it."""
+        """`compiled`: on a CPU passes run without the model's modules, if these are of known parts."""
         if RopeSwitch.of(model) is not None:
             raise UnsupportedModelError("its rotary embedding changes with the length of the text")
         self.model, self.adapters, self._taps = model, Adapters(model, {}), Taps(model)
@@ -115,13 +113,10 @@ class PagedEngine:
         self.pages = Pages(pages_for(slots or SMALLEST))
         self._grows = slots is None
         self._configs = configs_of(model)
-        # Our attention in place of the one that the user chose, and experts that can be captured, or one by one.
-        self._lent = {"_attn_implementation": NAME}
-        if self.device.type == "cpu":
-            self._lent["_experts_implementation"] = "eager"
-        elif model.dtype != torch.bfloat16:  # torch asks the host for the sizes of groups
-            self._lent["_experts_implementation"] = "batched_mm"
-        self._compiles, self._exact = compiled and not self.captured, exact
+        self._lent = {"_attn_implementation": NAME}  # in place of those that the user chose
+        if (experts := implementation_for(model, self.device, model.dtype)) is not None:
+            self._lent["_experts_implementation"] = experts
+        self._compiles = compiled and not self.captured
         self._program: Program | None = None
         self._borrow()
         self._shrinks = rank_count(model) == 1  # ranks go on with passes of the same widths, or not at all
@@ -139,7 +134,7 @@ class PagedEngine:
             self._program = program_of(self.model, self.adapters) if self._compiles else None
             if self._program is not None:
                 self._program.read_states(self._taps.reads)
-            self._linears = ExactLinears(self.model) if self._exact else NarrowLinears(self.model)
+            self._linears = Linears(self.model)
             self._fusions = Fusions(self.model)
             self._state = fingerprint(self.model)
 
@@ -307,7 +302,7 @@ class PagedEngine:
         return recorded
 
     def _record(self, shape: PassShape, wanted: Wanted | None) -> Recorded:
-        data = PassData(shape, self.most_pages, self.slots, self.device, self._exact)
+        data = PassData(shape, self.most_pages, self.slots, self.device)
         if self._states_width:
             data.states = torch.zeros((shape.nodes, self._states_width), dtype=self.model.dtype, device=self.device)
         kept = None if shape.scored == shape.nodes else torch.arange(max(1, shape.scored), device=self.device)
@@ -339,7 +334,7 @@ class PagedEngine:
                 proposed.copy_(torch.stack([part.double() for part in best], dim=1), non_blocking=True)
             return logits, states
 
-        run = Captured(compute, self.device, self._graphs)
+        run = Captured(compute, self.device, self._graphs, self.captured)
         on_host, read = (None if one is None else one.numpy() for one in (ranking, proposed))
         return Recorded(data, run, on_host, read, sampled)
 
@@ -387,9 +382,10 @@ class PagedEngine:
             return self._program(self.cache, *told, data, tokens.shape[1], numbers)
         self.cache.slots = slots
         attention = borrowed_attention(self.model, self._configs, self._lent)
-        linears, added = self._linears.borrowed(tokens.shape[1]), self.adapters.added(adapters)
+        linears, added = self._linears.borrowed(), self.adapters.added(adapters)
         read = {} if given is None else {"states": given[None]}
-        with rows_apart(self.device), self._fusions.borrowed(), attention, linears, added, self._taps.reading():
+        apart = rows_apart(self.device, self._linears.met)
+        with apart, self._fusions.borrowed(), attention, linears, added, self._taps.reading():
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -626,7 +622,7 @@ class PagedContext:
         del self.text[length:]
 
     def depth_limit(self, root: int) -> int | None:
-        return None
+        return DEEPEST - 1 if self.engine.captured else None
 
 
 def result_of(recorded: Recorded, logits: Tensor, rows: slice, is_sampled: bool) -> PassResult:

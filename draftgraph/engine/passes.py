@@ -107,7 +107,7 @@ def next_pass(waiting: deque[Piece], nodes: int, sequences: int) -> list[Piece]:
 class PassData:
     """The buffer of passes of one shape; `host` is what to write into."""
 
-    def __init__(self, shape: PassShape, most_pages: int, idle: int, device: torch.device, exact: bool = False) -> None:
+    def __init__(self, shape: PassShape, most_pages: int, idle: int, device: torch.device) -> None:
         """`idle`: the first slot of a page that nobody reads."""
         nodes, sequences, words, scored, *_ = shape
         self.shape, self._idle = shape, idle
@@ -129,7 +129,7 @@ class PassData:
         self.sampling = (*self.noise, on_device["top_p"], on_device["min_p"], on_device["top_k"])
         seen = (on_device["ancestors"], self.positions, on_device["scratch_positions"])
         told = on_device["starts"], on_device["lengths"], on_device["pages"], *seen
-        self.paged = PagedPass(*told, most_nodes=nodes, exact=exact)
+        self.paged = PagedPass(*told, most_nodes=nodes)
         self.states: Tensor | None = None  # [nodes, width], for a head
         self.host["temperature"][:] = self.host["top_p"][:] = 1.0
         self.fill([])

@@ -31,13 +31,10 @@ from draftgraph.engine.protocol import Engine, Segment
 from draftgraph.engine.ranks import agreed, on_every_rank, rank_count, ranks_of, together
 from draftgraph.engine.sharding import group_of, leaves_sums_to_library, sums_change
 from draftgraph.errors import RankError, UnsupportedModelError, UsageError, one_line
-from draftgraph.files import PACKED, replacing
+from draftgraph.files import PACKED, cache_dir, replacing
 from draftgraph.graph import Bools, Ints
-from draftgraph.hardware import digest, processor
-from draftgraph.kernels.exact_linear import DTYPES
-from draftgraph.kernels.linear import file_of
+from draftgraph.hardware import device_name, digest, processor
 from draftgraph.kernels.packed import is_packed, still_torch
-from draftgraph.kernels.triton_or_stub import compiles_for
 from draftgraph.notices import notice
 
 TEXT_LENGTH = 5
@@ -59,7 +56,7 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _verdicts: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def engine_for(model: Any, slots: int | None = None, exact: bool = False) -> Engine:
+def engine_for(model: Any, slots: int | None = None) -> Engine:
     """An engine for a model that passed the check: paged where that can be, else plain passes; a model that cannot
     branch is given chains only. `slots`: the bound of the pool; None: it grows."""
     abilities, kind, ranks = abilities_of(model), asked_engine(), ranks_of(model)
@@ -67,39 +64,30 @@ def engine_for(model: Any, slots: int | None = None, exact: bool = False) -> Eng
         told = slots, captured_on(model, kind), abilities["compiled"]
         if ranks is not None:
             return LeadEngine(ranks, model, "paged", *told)
-        return PagedEngine(model, *told, exact=exact and has_order(model))
+        return PagedEngine(model, *told)
     if slots is not None:
         notice(f"{type(unwrapped(model)).__name__} reads one text at a time, and slower: {abilities['problem']}")
     able = abilities["branching"], abilities["offsets"]
     return EagerEngine(model, *able) if ranks is None else LeadEngine(ranks, model, "eager", *able)
 
 
-def inexactness(model: Any, exact: bool = False) -> str | None:
+def inexactness(model: Any) -> str | None:
     """Why modes and batches may give other tokens than plain decoding, where two are almost equally likely; None: a
-    node's logits have the same bits whatever else is in its pass. `exact`: in an engine that was asked for it."""
-    abilities, ordered = abilities_of(model), exact and has_order(model)
-    name = "inexact in order" if ordered else "inexact"
-    if name not in abilities:
-        found = _inexact(model, abilities, ordered)
+    node's logits have the same bits whatever else is in its pass."""
+    abilities = abilities_of(model)
+    if "inexact" not in abilities:
+        found = _inexact(model, abilities)
         if isinstance(found, ShortOfMemory):
             return found
-        abilities[name] = found
+        abilities["inexact"] = found
         keep_verdict(model, *_verdicts.get(model, (_key_of(model), abilities)))
-    if abilities[name] is not None and not ordered and has_order(model):
-        return f"{abilities[name]} (but perhaps not in a decoder that is made with GraphConfig(exact=True))"
-    return abilities[name]  # type: ignore[no-any-return]
-
-
-def has_order(model: Any) -> bool:
-    """Whether kernels are there that form every sum in an order of its own."""
-    weight = model.get_input_embeddings().weight
-    return ranks_of(model) is None and weight.dtype in DTYPES and compiles_for(weight.device)
+    return abilities["inexact"]  # type: ignore[no-any-return]
 
 
 @on_every_rank
-def _inexact(model: Any, abilities: dict[str, Any], ordered: bool) -> str | None:
+def _inexact(model: Any, abilities: dict[str, Any]) -> str | None:
     with short_windows(model):
-        return problem_of(partial(bit_difference, model, abilities, ordered))
+        return problem_of(partial(bit_difference, model, abilities))
 
 
 def abilities_of(model: Any) -> dict[str, Any]:
@@ -117,7 +105,9 @@ def abilities_of(model: Any) -> dict[str, Any]:
 
 def _key_of(model: Any) -> str:
     ranks = rank_count(model)
-    found = private.attention_of(unwrapped(model).config), adapters(model), asked_engine()
+    weight = next(unwrapped(model).parameters())
+    where = weight.device, weight.dtype
+    found = private.attention_of(unwrapped(model).config), adapters(model), asked_engine(), *map(str, where)
     return repr(found if ranks == 1 else (*found, ranks))
 
 
@@ -198,8 +188,8 @@ def _paged_problem(model: Any, kind: str | None, compiled: bool = True) -> str |
     if len({weight.device for weight in model.parameters()}) > 1:
         return "it lies on several devices"
     device, captured = model.get_input_embeddings().weight.device, captured_on(model, kind)
-    if device.type == "cuda" and not file_of(device).exists():
-        notice("compiling kernels for this GPU and choosing the quickest, once (up to a minute)")
+    if device.type == "cuda" and is_new(device):
+        notice("compiling kernels for this GPU, once (up to a minute)")
     problem = problem_of(partial(tree_difference, model, PARENTS, partial(Crowd, captured, compiled), MORE))
     if device.type == "cuda":
         gc.collect()  # recorded passes and who recorded them hold each other
@@ -207,6 +197,17 @@ def _paged_problem(model: Any, kind: str | None, compiled: bool = True) -> str |
     if problem is not None and captured:
         notice(f"{type(unwrapped(model)).__name__} runs without CUDA graphs, and slower: {problem}")
     return problem
+
+
+def is_new(device: torch.device) -> bool:
+    """Whether kernels have not been compiled for this kind of device before; noted, so that it is said once."""
+    file = cache_dir() / "kernels" / digest([device_name(device), torch.__version__])
+    if file.exists():
+        return False
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return True
 
 
 class Crowd:
@@ -296,12 +297,12 @@ def plain_context(model: Any, offsets: bool) -> EagerContext:
     return EagerEngine(model, offsets=offsets).open()
 
 
-def bit_difference(model: Any, abilities: dict[str, Any], exact: bool = False) -> str | None:
+def bit_difference(model: Any, abilities: dict[str, Any]) -> str | None:
     """Where the logits of a path are other bits than those of passes over one node, or None: in wider passes, beside
     another sequence, and behind a text that was read in pieces."""
     if abilities["paged"]:  # captured passes compute as those of the same width that are not
         compiled = abilities["compiled"] and not captured_on(model, asked_engine())
-        engine: Engine = PagedEngine(model, CHECKED, False, compiled, exact)
+        engine: Engine = PagedEngine(model, CHECKED, False, compiled)
     else:
         engine = EagerEngine(model, abilities["branching"], abilities["offsets"])
     tokens, text = _sample_tokens(model, WIDTHS[-1], MORE)

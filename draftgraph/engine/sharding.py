@@ -1,8 +1,8 @@
 """What this rank holds of a model that is split over ranks, and how its linear layers are computed there.
 
 transformers splits weights by a plan (`tp_plan`) and gives every layer that has a part a forward of its own. In our
-passes the products of these parts are taken in the ways of `kernels.linear`, and sums over ranks are added up in the
-order of the ranks: what is computed of a row depends neither on how many rows share its pass nor on how a library sums.
+passes the products of these parts are those of `kernels.linear`, and sums over ranks are added up in the order of the
+ranks: what is computed of a row depends neither on how many rows share its pass nor on how a library sums.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
 """Attention of the nodes of N sequences over their paged keys and values, each node seeing its text and its ancestors.
 
 All that changes from pass to pass is data on the device and none of it a shape, so a captured CUDA graph takes the next
-pass by copying into the tensors of `PagedPass`. The Triton kernel splits each text over programs, and a second kernel
-combines; which tile of queries belongs to which sequence is found by the programs themselves. The reference is what the
-kernel means, and what runs on a CPU.
+pass by copying into the tensors of `PagedPass`. The programs of the Triton kernel find out by themselves which tile of
+queries belongs to which sequence. The reference is what the kernel means, and what runs on a CPU.
+
+In the kernel a node's bits depend on its own path alone: in a tree as in plain decoding, behind a text that was read in
+any pieces, beside any other sequences. All sums over keys go by their place in the path, in chunks whose borders are
+fixed places. The last places of a path, whose slots need not lie in a row, are the tail: its keys are added one by one,
+so that what a node does not see adds nothing, wherever it stands in between. How many programs share the chunks of a
+text never changes bits: whoever finishes last adds them up in their order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil, e, log2
+from math import e, log2
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftgraph.errors import UnsupportedModelError
 from draftgraph.graph import WORD as BITS
+from draftgraph.kernels.linear import processors_of
 from draftgraph.kernels.rows import is_plain, row_attention
-from draftgraph.kernels.triton_or_stub import available, tl, triton
+from draftgraph.kernels.triton_or_stub import ROUNDING, available, tl, triton
 
 PAGE_SIZE = 16  # tokens of a page
 
@@ -42,8 +48,8 @@ class PagedPass:
     positions: Tensor  # int64 [1, nodes]
     scratch_positions: Tensor  # int [sequences, words * 64]
     most_nodes: int  # of any one sequence: a shape
-    exact: bool = False  # whether a node's bits may depend on its own path alone: see `exact_attention`
     views: dict[int | None, list[View]] = field(default_factory=dict, compare=False)  # of the reference, by window
+    met: dict[int, Tensor] = field(default_factory=dict, compare=False)  # counters of the kernel, by how many they are
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -225,13 +231,68 @@ WORD = tl.constexpr(BITS)  # scratch slots that one word of ancestors tells of
 PAGE = tl.constexpr(PAGE_SIZE)
 LOWEST = tl.constexpr(-1e30)  # under any score, yet finite: -inf less LOWEST is -inf, and never not a number
 LARGEST_SIZE = 256
-MOST_SPLITS = 64
-ENOUGH = 1.15  # more splits than these must promise a time shorter by this ratio
 RESERVE = 1024  # bytes of shared memory for page numbers on their way
+CHUNK, LATER_CHUNK, EARLY = 256, 1024, 8  # places of each of the first chunks, of those behind them, how many are first
+SHORT, LONG, FIRST = tl.constexpr(CHUNK), tl.constexpr(LATER_CHUNK), tl.constexpr(EARLY)
+DEEPEST = 32  # nodes of a path at most that need not lie in a row: so many places of every path are in its tail
+DEEP = tl.constexpr(DEEPEST)
+BUSY = 2  # programs for every processor, from which on each reads all chunks of its text
 
 # What one compiled kernel serves all values of: a text that outgrows its table must not wait for a compiler.
-NUMBERS = ("nodes", "words", "texts", "most_pages", "splits")
-DATA = ("starts", "lengths", "pages", "ancestors", "positions", "scratch_positions", "bests", "totals")
+NUMBERS = ("nodes", "words", "texts", "most_pages", "shares", "kept")
+DATA = (
+    "starts",
+    "lengths",
+    "pages",
+    "ancestors",
+    "positions",
+    "scratch_positions",
+    "bests",
+    "totals",
+    "met",
+    "exponents",
+)
+
+
+def chunks_of(places: int) -> int:
+    """How many chunks hold so many places.
+
+    >>> chunks_of(1), chunks_of(256), chunks_of(257), chunks_of(2048), chunks_of(2049), chunks_of(8192)
+    (1, 1, 2, 8, 9, 14)
+    """
+    return min(-(-places // CHUNK), EARLY) + max(0, -(-(places - EARLY * CHUNK) // LATER_CHUNK))
+
+
+@triton.jit
+def _chunk_start(chunk):  # type: ignore[no-untyped-def]
+    return tl.maximum(chunk - FIRST, 0) * (LONG - SHORT) + chunk * SHORT
+
+
+@triton.jit
+def _chunk_of(place):  # type: ignore[no-untyped-def]
+    return tl.minimum(place // SHORT, FIRST) + tl.maximum(place - FIRST * SHORT, 0) // LONG
+
+
+@triton.jit
+def _is_row(lineage, length, end, words, real):  # type: ignore[no-untyped-def]
+    """Whether the scratch slots of these paths are the first ones, without a gap, so that they lie as a text would."""
+    count = (end - length).to(tl.int64)
+    same = real
+    for word in range(words):
+        inside = tl.minimum(tl.maximum(count - word * WORD, 0), WORD)
+        ones = tl.where(inside == WORD, -1, (1 << tl.minimum(inside, WORD - 1)) - 1).to(tl.int64)
+        same = same & (tl.load(lineage + word, mask=real, other=0) == ones)
+    return same
+
+
+@triton.jit
+def _slots(table, place, there):  # type: ignore[no-untyped-def]
+    """The slots of these places of a text; `there` is None where all of them are written."""
+    if there is not None:
+        page = tl.load(table + place // PAGE, mask=there, other=0)
+    else:
+        page = tl.load(table + place // PAGE)
+    return page.to(tl.int64) * PAGE + place % PAGE
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -246,71 +307,72 @@ def _read(place, there, column, size: tl.constexpr, columns: tl.constexpr):  # t
     return states
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fold(q, k, v, seen, best, total, mixed, scale, cap, precision: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Softmax on the way: the largest exponent, the sum of weights and the weighted values, now with these slots."""
-    score = tl.dot(q, tl.trans(k), input_precision=precision)
+@triton.jit
+def _exponents(k, q, seen, scale, cap):  # type: ignore[no-untyped-def]
+    """Of the weights that queries give to keys. # [slots, size], [size, queries] -> [slots, queries]"""
+    score = tl.dot(k, q, input_precision="ieee")
     if cap is not None:
         score = cap - 2.0 * cap / (tl.exp2(score * scale) + 1.0)  # a tanh
-        scale = 1.0
-    if seen is not None:
-        score = tl.where(seen, score, -float("inf"))
-    higher = tl.maximum(best, tl.max(score, axis=1) * scale)
-    weight = tl.exp2(score * scale - higher[:, None])
-    shrink = tl.exp2(best - higher)
-    total = total * shrink + tl.sum(weight, axis=1)
-    mixed = tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None], input_precision=precision)
-    return higher, total, mixed
+    else:
+        score = score * scale
+    return tl.where(seen, score, -float("inf"))
 
 
 @triton.jit
-def _slots(table, place, there):  # type: ignore[no-untyped-def]
-    """The slots of these places of a text; `there` is None where all of them are written."""
-    if there is not None:
-        page = tl.load(table + place // PAGE, mask=there, other=0)
-    else:
-        page = tl.load(table + place // PAGE)
-    return page.to(tl.int64) * PAGE + place % PAGE
+def _merged(best, total, mixed, other_best, other_total, other_mixed):  # type: ignore[no-untyped-def]
+    """What queries have attended to, and now the next chunk."""
+    higher = tl.maximum(best, other_best)
+    shrink, share = tl.exp2(best - higher), tl.exp2(other_best - higher)
+    return higher, total * shrink + other_total * share, mixed * shrink[None, :] + other_mixed * share[None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write(  # type: ignore[no-untyped-def]
-    best, total, mixed, sinks, out, log2e, node, head, real, written, column, heads: tl.constexpr, size: tl.constexpr
+@triton.jit
+def _late(  # type: ignore[no-untyped-def]
+    at, late, in_text, least_base, most_direct, most_scratch, base, direct, length, lineage, loose, nearest, table,
+    stands, window,
 ):  # fmt: skip
-    """What queries have attended to, after the weight that goes to no slot."""
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * log2e
-        higher = tl.maximum(best, sink)
-        shrink = tl.exp2(best - higher)
-        total, mixed = total * shrink + tl.exp2(sink - higher), mixed * shrink[:, None]
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    place = (node * (tl.num_programs(1) * heads) + head)[:, None] * size + column[None, :]
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=written)
+    """Keys of the tail from the `at`-th on: first those that lie as a text does, then scratch slots in their order,
+    which is that of every path. Their slots, whether they are written, and who sees them.
+
+    # [keys] twice, [keys, queries]
+    """
+    is_text, scratch = at < in_text, tl.maximum(at - in_text, 0)
+    place = tl.where(is_text, least_base + at, length + scratch) + late
+    there = place < tl.where(is_text, most_direct, length + most_scratch)
+    bits = tl.load(lineage + scratch // WORD, mask=loose & (at >= in_text), other=0)
+    is_ancestor = (bits[None, :] >> ((scratch + late) % WORD).to(tl.int64)[:, None]) & 1 != 0
+    seen = is_ancestor | ((place[:, None] >= base[None, :]) & (place[:, None] < direct[None, :]) & is_text)
+    if window is not None:
+        stand = tl.load(stands + scratch + late, mask=there & (at >= in_text), other=0).to(tl.int32)
+        seen = seen & (tl.where(is_text, place, stand)[:, None] >= nearest[None, :])
+    return _slots(table, place, there), there, seen
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=DATA)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     query, key, value, starts, lengths, pages, ancestors, positions, scratch_positions, sinks, out, bests, totals,
-    parts, scale, cap, window, log2e, nodes, words, texts, most_pages, splits,
+    parts, met, scale, cap, window, log2e, nodes, words, texts, most_pages, shares, kept,
     query_head, query_node, key_head, key_slot, value_head, value_slot,
     heads: tl.constexpr, size: tl.constexpr, columns: tl.constexpr, queries: tl.constexpr, slots: tl.constexpr,
-    padded_texts: tl.constexpr, single: tl.constexpr, precision: tl.constexpr,
+    late_slots: tl.constexpr, padded_texts: tl.constexpr, alone: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries (nodes of one text times the heads of a group) over one part of that text.
+    """One tile of queries (nodes of one text times the heads of a group) over all chunks of that text (`alone`), or
+    over one in `shares` of them; the tail is a chunk behind them.
 
     Text t has the tiles from starts[t] * heads // queries + t on: as many as it needs, or one too many. Behind the
     last text come the nodes that only fill the pass up.
     """
-    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    tile_number, share = tl.program_id(0) // shares, tl.program_id(0) % shares
     group = tl.program_id(1).to(tl.int64)
+    counter = met + tile_number * tl.num_programs(1) + tl.program_id(1)
     each = tl.arange(0, padded_texts)
     begins = tl.load(starts + each, mask=each <= texts, other=0)
-    text = tl.sum(((each <= texts) & (begins * heads // queries + each <= tile)).to(tl.int32), axis=0) - 1
+    text = tl.sum(((each <= texts) & (begins * heads // queries + each <= tile_number)).to(tl.int32), axis=0) - 1
     is_text = text < texts
     first_node = tl.load(starts + text)
     count = tl.load(starts + text + 1, mask=is_text, other=0)
     count = tl.where(is_text, count, nodes) - first_node
-    tile -= first_node * heads // queries + text
+    tile = tile_number - first_node * heads // queries - text
     if tile * queries >= count * heads:
         return
 
@@ -318,117 +380,151 @@ def _attend(  # type: ignore[no-untyped-def]
     which = tile * queries + tl.arange(0, queries)
     real = which < count * heads
     node, head = first_node + which // heads, group * heads + which % heads
-    written = real[:, None] & (column < size)[None, :]
-    place = head[:, None] * query_head + node.to(tl.int64)[:, None] * query_node + column[None, :]
-    q = tl.load(query + place, mask=written, other=0.0)
-    keys, values = key + group * key_head + column[None, :], value + group * value_head + column[None, :]
     length = tl.load(lengths + text, mask=is_text, other=0).to(tl.int32)
+    lineage = ancestors + node.to(tl.int64) * words
+    position = tl.load(positions + node, mask=real & is_text, other=-1).to(tl.int32)
+    end = position + 1
+    is_row = _is_row(lineage, length, end, words, real & is_text)
+    direct = tl.where(is_row, end, tl.minimum(length, end))  # places that lie as a text does
+    base = tl.minimum(tl.maximum(end - DEEP, 0), direct) // slots * slots  # where the tail begins
+    nearest, first = position, 0  # the first places that are seen, where there is a window
+    if window is not None:
+        nearest = position - window + 1
+        first = tl.maximum(tl.min(tl.where(real, nearest, 2**30), axis=0), 0) // slots * slots
+    most_base = tl.max(base, axis=0)
+    chunks = tl.where(most_base > 0, _chunk_of(most_base - 1) + 1, 0)
+    if share > chunks:
+        return
+
+    written = (column < size)[:, None] & real[None, :]
+    q_place = column[:, None] + (head * query_head + node.to(tl.int64) * query_node)[None, :]
+    q = tl.load(query + q_place, mask=written, other=0.0)
+    keys, values = key + group * key_head + column[None, :], value + group * value_head + column[None, :]
     table = pages + text.to(tl.int64) * most_pages
+    query_place = first_node * heads + which
     best = tl.full([queries], LOWEST, tl.float32)
     total = tl.zeros([queries], tl.float32)
-    mixed = tl.zeros([queries, columns], tl.float32)
+    mixed = tl.zeros([columns, queries], tl.float32)
 
-    first = 0  # the first place of text that any query here sees, or the beginning of its page
-    if window is not None:
-        nearest = tl.load(positions + node, mask=real, other=2**30).to(tl.int32) - window + 1
-        first = tl.minimum(tl.maximum(tl.min(nearest, axis=0), 0), length) // PAGE * PAGE
-    blocks = tl.cdiv(length - first, slots)
-    start = first + split * blocks // splits * slots
-    stop = tl.minimum(first + (split + 1) * blocks // splits * slots, length)
-    whole = start + (stop - start) // slots * slots
-    for at in range(start, whole, slots):
-        here = _slots(table, at + slot, None)
-        k = _read(keys + here[:, None] * key_slot, None, column, size, columns)
-        v = _read(values + here[:, None] * value_slot, None, column, size, columns)
-        if window is not None:
-            near = (at + slot)[None, :] >= nearest[:, None]
-            best, total, mixed = _fold(q, k, v, near, best, total, mixed, scale, cap, precision)
+    for chunk in range(share, chunks, shares):
+        chunk_best = tl.full([queries], LOWEST, tl.float32)
+        chunk_total = tl.zeros([queries], tl.float32)
+        chunk_mixed = tl.zeros([columns, queries], tl.float32)
+        for at in range(tl.maximum(_chunk_start(chunk), first), tl.minimum(_chunk_start(chunk + 1), most_base), slots):
+            here = _slots(table, at + slot, None)
+            k = _read(keys + here[:, None] * key_slot, None, column, size, columns)
+            v = _read(values + here[:, None] * value_slot, None, column, size, columns)
+            seen = (at < base)[None, :] & (slot >= 0)[:, None]
+            if window is not None:
+                seen = seen & ((at + slot)[:, None] >= nearest[None, :])
+            exponent = _exponents(k, q, seen, scale, cap)
+            higher = tl.maximum(chunk_best, tl.max(exponent, axis=0))
+            weight, shrink = tl.exp2(exponent - higher[None, :]), tl.exp2(chunk_best - higher)
+            chunk_total = chunk_total * shrink + tl.sum(weight, axis=0)
+            chunk_mixed = tl.dot(tl.trans(v), weight.to(v.dtype), chunk_mixed * shrink[None, :], input_precision="ieee")
+            chunk_best = higher
+        if alone:
+            best, total, mixed = _merged(best, total, mixed, chunk_best, chunk_total, chunk_mixed)
         else:
-            best, total, mixed = _fold(q, k, v, None, best, total, mixed, scale, cap, precision)
-    if whole < stop:
-        there = whole + slot < stop
-        here = _slots(table, whole + slot, there)
-        k = _read(keys + here[:, None] * key_slot, there, column, size, columns)
-        v = _read(values + here[:, None] * value_slot, there, column, size, columns)
-        seen = there[None, :]
-        if window is not None:
-            seen = seen & ((whole + slot)[None, :] >= nearest[:, None])
-        best, total, mixed = _fold(q, k, v, seen, best, total, mixed, scale, cap, precision)
+            kept_place = (group * kept + chunk) * nodes * heads + query_place
+            tl.store(bests + kept_place, chunk_best, mask=real)
+            tl.store(totals + kept_place, chunk_total, mask=real)
+            tl.store(parts + kept_place[None, :] * size + column[:, None], chunk_mixed, mask=written)
 
-    # Scratch slots in turn: of most words a text needs the first few bits alone.
-    scratch_blocks = tl.where(is_text, words * WORD // slots, 0)
-    lineage = ancestors + node.to(tl.int64) * words
-    for block in tl.range(split, scratch_blocks, splits, num_stages=1):
-        bits = tl.load(lineage + block * slots // WORD, mask=real, other=0)
-        bit = ((block * slots + slot) % WORD).to(tl.int64)
-        there = (tl.reduce_or(bits, axis=0) >> bit) & 1 != 0  # somebody here sees it, so it was written
-        if tl.max(there.to(tl.int32), axis=0) > 0:
-            here = _slots(table, length + block * slots + slot, there)
+    if share == chunks % shares:  # the tail: first its largest exponent, then its keys one by one
+        loose = real & is_text & (is_row == 0)
+        least_base, most_direct = tl.min(tl.where(real, base, 2**30), axis=0), tl.max(direct, axis=0)
+        in_text, most_scratch = tl.cdiv(tl.maximum(most_direct - least_base, 0), slots) * slots, 0
+        lane = tl.arange(0, WORD)
+        for word in range(words):
+            some = tl.reduce_or(tl.load(lineage + word, mask=loose, other=0), axis=0)
+            is_seen = (some >> lane.to(tl.int64)) & 1 != 0
+            most_scratch = tl.maximum(most_scratch, tl.max(tl.where(is_seen, word * WORD + lane + 1, 0), axis=0))
+        late_keys, stands = in_text + most_scratch, scratch_positions + text * words * WORD
+        tail_best = tl.full([queries], LOWEST, tl.float32)
+        for at in range(0, late_keys, slots):
+            here, there, seen = _late(
+                at, slot, in_text, least_base, most_direct, most_scratch, base, direct, length, lineage, loose, nearest,
+                table, stands, window,
+            )  # fmt: skip
+            k = _read(keys + here[:, None] * key_slot, there, column, size, columns)
+            tail_best = tl.maximum(tail_best, tl.max(_exponents(k, q, seen, scale, cap), axis=0))
+        late, one = tl.arange(0, late_slots), tl.full([16, late_slots], 1.0, tl.float32)
+        tail_sums = tl.zeros([16, queries], tl.float32)  # the same in every row
+        tail_mixed = tl.zeros([columns, queries], tl.float32)
+        for at in range(0, late_keys, late_slots):
+            here, there, seen = _late(
+                at, late, in_text, least_base, most_direct, most_scratch, base, direct, length, lineage, loose, nearest,
+                table, stands, window,
+            )  # fmt: skip
             k = _read(keys + here[:, None] * key_slot, there, column, size, columns)
             v = _read(values + here[:, None] * value_slot, there, column, size, columns)
-            seen = (bits[:, None] >> bit[None, :]) & 1 != 0
-            if window is not None:
-                position = tl.load(scratch_positions + (text * words * WORD + block * slots + slot)).to(tl.int32)
-                seen = seen & (position[None, :] >= nearest[:, None])
-            best, total, mixed = _fold(q, k, v, seen, best, total, mixed, scale, cap, precision)
+            weight = tl.exp2(_exponents(k, q, seen, scale, cap) - tail_best[None, :])
+            tail_sums = tl.dot(one, weight, tail_sums, input_precision="ieee")
+            tail_mixed = tl.dot(tl.trans(v).to(tl.float32), weight, tail_mixed, input_precision="ieee")
+        tail_total = tl.max(tail_sums, axis=0)
+        if alone:
+            best, total, mixed = _merged(best, total, mixed, tail_best, tail_total, tail_mixed)
+        else:
+            tail_place = (group * kept + chunks) * nodes * heads + query_place
+            tl.store(bests + tail_place, tail_best, mask=real)
+            tl.store(totals + tail_place, tail_total, mask=real)
+            tl.store(parts + tail_place[None, :] * size + column[:, None], tail_mixed, mask=written)
 
-    if single:  # no other split
-        _write(best, total, mixed, sinks, out, log2e, node, head, real, written, column, heads, size)
-    else:
-        place = (group * splits + split) * nodes * heads + first_node * heads + which
-        tl.store(bests + place, best, mask=real)
-        tl.store(totals + place, total, mask=real)
-        tl.store(parts + place[:, None] * size + column[None, :], mixed, mask=written)
-
-
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["bests", "totals"])  # type: ignore[untyped-decorator]
-def _combine(  # type: ignore[no-untyped-def]
-    bests, totals, parts, sinks, out, log2e, splits,
-    heads: tl.constexpr, size: tl.constexpr, columns: tl.constexpr, padded_splits: tl.constexpr,
-):  # fmt: skip
-    """One query of one head: the parts of its context, each by its share of the weights."""
-    head, node, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    groups, nodes = tl.num_programs(0) // heads, tl.num_programs(1)
-    column, split = tl.arange(0, columns), tl.arange(0, padded_splits)
-    there, inside = split < splits, column < size
-    place = ((row * groups + head // heads) * splits + split) * nodes * heads + node * heads + head % heads
-    best = tl.load(bests + place, mask=there, other=LOWEST)
-    total = tl.load(totals + place, mask=there, other=0.0)
-    mixed = tl.load(parts + place[:, None] * size + column, mask=there[:, None] & inside[None, :], other=0.0)
-    mixed = tl.where((total != 0.0)[:, None], mixed, 0.0)  # a part without weights was perhaps never written
-    highest = tl.max(best, axis=0)
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * log2e
-        highest = tl.maximum(highest, sink)
-    share = tl.exp2(best - highest)
-    weights = tl.sum(total * share, axis=0)
-    if sinks is not None:
-        weights += tl.exp2(sink - highest)
-    mixed = tl.sum(mixed * share[:, None], axis=0) / tl.where(weights == 0.0, 1.0, weights)
-    place = ((row * nodes + node) * tl.num_programs(0) + head) * size + column
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=inside)
+    is_last = True
+    if not alone:
+        tl.debug_barrier()  # all that this program found is there before it is counted
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(shares - 1, chunks)
+        if is_last:
+            tl.store(counter, 0)  # for the next launch
+            for number in range(chunks + 1):
+                place = (group * kept + number) * nodes * heads + query_place
+                one_best = tl.load(bests + place, mask=real, other=LOWEST, cache_modifier=".cg")
+                one_total = tl.load(totals + place, mask=real, other=0.0, cache_modifier=".cg")
+                part = parts + place[None, :] * size + column[:, None]
+                one_mixed = tl.load(part, mask=written, other=0.0, cache_modifier=".cg")
+                best, total, mixed = _merged(best, total, mixed, one_best, one_total, one_mixed)
+    if is_last:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * log2e
+            higher = tl.maximum(best, sink)
+            shrink = tl.exp2(best - higher)
+            total, mixed = total * shrink + tl.exp2(sink - higher), mixed * shrink[None, :]
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[None, :]
+        out_place = (node * (tl.num_programs(1) * heads) + head)[None, :] * size + column[:, None]
+        tl.store(out + out_place, mixed.to(out.dtype.element_ty), mask=written)
 
 
 class Tiling(NamedTuple):
-    """How much a program holds at a time, by what its registers take: compiled for a Hopper chip, hardly any spill."""
+    """How much a program holds at a time. Keys in a block are the same for any number of queries."""
 
     queries: int
     slots: int
-    at_once: int  # programs that a processor has registers and shared memory for
+    late_slots: int  # of the tail
     warps: int
     stages: int
 
     @classmethod
     def of(cls, queries: int, columns: int, itemsize: int, shared_memory: int) -> Tiling:
-        if itemsize > 2:  # exact products know no tensor cores, and take many registers
-            return cls(16, max(16, min(32, 2048 // columns)), 1, 8, 1)
-        held = 16 if queries <= 16 else 64 if queries <= 64 else 128
+        if itemsize > 2:  # products in float32 know no tensor cores, and take many registers
+            return cls(16, max(16, min(32, 2048 // columns)), 16, 8, 1)
         slots = min(64, 8192 // columns)
-        light = held == 16 or (held == 64 and columns <= 128)
-        at_once = 2 if light and shared_memory >= 160 * 1024 else 1
-        room = shared_memory // at_once - 1024 - held * columns * itemsize  # for keys and values on their way
-        stages = max(1, min(4, room // (2 * slots * columns * itemsize)))
-        return cls(held, slots, at_once, 8 if held == 128 else 4, stages)
+        room = shared_memory // 2 - RESERVE - queries * (columns + slots) * itemsize  # two programs share a processor
+        stages = max(1, min(3, room // (2 * slots * columns * itemsize)))
+        return cls(queries, slots, min(32, slots), 4, stages)
+
+
+def queries_of(rows: int, texts: int, groups: int, columns: int, enough: int) -> int:
+    """How many queries a tile has, of so many rows in all and texts: few, as long as that keeps no more programs busy
+    than are enough.
+
+    >>> [queries_of(rows, 1, 32, 128, 264) for rows in (1, 64, 256, 512)], queries_of(512, 64, 32, 128, 264)
+    ([16, 16, 32, 64], 16)
+    """
+    queries, most = 16, 64 if columns <= 128 else 32
+    while queries < most and queries * texts < rows and groups * (rows // queries) > enough:
+        queries *= 2
+    return queries
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -436,50 +532,6 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     known = query.dtype in (torch.bfloat16, torch.float16, torch.float32) and query.dtype == key.dtype == value.dtype
     fits = key.shape == value.shape and query.shape[-1] <= LARGEST_SIZE
     return available and known and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def split_count(programs: int, capacity: int, places: int) -> int:
-    """Into how many parts the context goes where `places` programs run at a time: the fewest that keep them busy."""
-    counts = range(1, max(1, min(MOST_SPLITS, capacity // BITS)) + 1)
-    times = [ceil(programs * count / places) / count for count in counts]
-    return next(count for count, time in zip(counts, times, strict=True) if time <= ENOUGH * min(times))
-
-
-class Inputs(NamedTuple):
-    """What kernels are told of the states, and what they are compiled for."""
-
-    states: tuple[Tensor, ...]  # query, key and value, each row of them in one piece
-    strides: list[int]
-    exponent: float  # of 2, by the score
-    cap: float | None
-    sizes: dict[str, Any]
-    padded_texts: int
-    rows: int  # queries of one text and group, mostly
-    shared_memory: int  # bytes
-
-    @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, data: PagedPass, scale: float, softcap: float | None
-    ) -> Inputs:
-        _, all_heads, nodes, size = query.shape
-        heads, texts = all_heads // key.shape[1], len(data.pages)
-        columns = max(16, triton.next_power_of_2(size))  # the fewest that tensor cores take
-        states = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
-        device: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
-        usual = min(data.most_nodes, 2 * triton.cdiv(nodes, texts))  # nodes of a text; one with more has several tiles
-        return cls(
-            states,
-            strides=[stride for part in states for stride in part.stride()[1:-1]],
-            exponent=scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap,
-            cap=None if softcap is None else softcap * LOG2E,
-            sizes={"heads": heads, "size": size, "columns": columns},
-            padded_texts=max(128, triton.next_power_of_2(texts + 1)),
-            rows=usual * heads,
-            shared_memory=getattr(device, "shared_memory_per_block_optin", 48 * 1024) - RESERVE,  # ROCm does not tell
-        )
-
-    def tiling(self, queries: int) -> Tiling:
-        return Tiling.of(queries, self.sizes["columns"], self.states[0].element_size(), self.shared_memory)
 
 
 def attend_triton(
@@ -491,32 +543,38 @@ def attend_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    splits: int | None = None,
+    shares: int | None = None,
 ) -> Tensor:
-    """See `paged_attention`. `splits`: in how many parts each text is read; None: enough to fill the device."""
+    """See `paged_attention`. `shares`: among how many programs a text is shared; None: enough to fill the device."""
     _, all_heads, nodes, size = query.shape
     groups, (texts, most_pages) = key.shape[1], data.pages.shape
-    inputs = Inputs.of(query, key, value, data, scale, softcap)
-    heads, tiling = inputs.sizes["heads"], inputs.tiling(inputs.rows)
-    if splits is None:
+    heads, columns = all_heads // groups, max(16, triton.next_power_of_2(size))  # the fewest that tensor cores take
+    device: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
+    shared_memory = getattr(device, "shared_memory_per_block_optin", 48 * 1024)  # ROCm does not tell
+    enough = BUSY * processors_of(query.device)
+    queries = queries_of(nodes * heads, texts, groups, columns, enough)
+    tiling = Tiling.of(queries, columns, query.element_size(), shared_memory)
+    if shares is None:
         busy = groups * max(min(texts, nodes), nodes * heads // tiling.queries)
-        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-        splits = split_count(busy, most_pages * PAGE_SIZE, tiling.at_once * processors)
+        shares = 1 if busy >= enough else chunks_of(most_pages * PAGE_SIZE) + 1
+    query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     out = query.new_empty(1, nodes, all_heads, size)
-    parts = query.new_empty((1, groups, splits, nodes * heads, size) if splits > 1 else (0,), dtype=torch.float32)
-    bests, totals = query.new_empty((2, *parts.shape[:-1]), dtype=torch.float32)
-    shape = inputs.sizes | {"enable_fp_fusion": True}
-    tiles = nodes * heads // tiling.queries + texts + 1
-    told = [part.contiguous() for part in data.tensors]
-    _attend[(tiles * splits, groups)](
-        *inputs.states, *told, sinks, out, bests, totals, parts, inputs.exponent, inputs.cap, window, LOG2E,
-        nodes, data.ancestors.shape[-1], texts, most_pages, splits, *inputs.strides, **shape,
-        queries=tiling.queries, slots=tiling.slots, padded_texts=inputs.padded_texts,
-        single=splits == 1, precision="ieee" if query.dtype == torch.float32 else "tf32",
+    kept = (groups, chunks_of(most_pages * PAGE_SIZE) + 1, nodes * heads) if shares > 1 else (0, 0, 0)
+    parts = query.new_empty((*kept, size), dtype=torch.float32)
+    bests, totals = query.new_empty((2, *kept), dtype=torch.float32)
+    tiles, words = nodes * heads // tiling.queries + texts + 1, data.ancestors.shape[-1]
+    if groups * tiles not in data.met:
+        data.met[groups * tiles] = torch.zeros(groups * tiles, dtype=torch.int32, device=query.device)
+    _attend[(tiles * shares, groups)](
+        query, key, value, *(part.contiguous() for part in data.tensors), sinks, out, bests, totals, parts,
+        data.met[groups * tiles],
+        scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap,
+        None if softcap is None else softcap * LOG2E, window, LOG2E,
+        nodes, words, texts, most_pages, shares, kept[1],
+        *(stride for part in (query, key, value) for stride in part.stride()[1:-1]),
+        heads=heads, size=size, columns=columns, queries=tiling.queries, slots=tiling.slots,
+        late_slots=tiling.late_slots, padded_texts=max(128, triton.next_power_of_2(texts + 1)), alone=shares == 1,
         num_warps=tiling.warps, num_stages=2 * tiling.stages - 1,  # page numbers come first, then what lies there
+        **ROUNDING,
     )  # fmt: skip
-    if splits > 1:
-        padded = triton.next_power_of_2(splits)
-        partial = (bests, totals, parts, sinks, out, LOG2E, splits)
-        _combine[(all_heads, nodes, 1)](*partial, **shape, padded_splits=padded, num_warps=4)
     return out

@@ -159,19 +159,24 @@ def gated_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gate(  # type: ignore[no-untyped-def]
-    gate, up, out, gate_row, up_row, size, activation: tl.constexpr, block: tl.constexpr
-):
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    x = tl.load(gate + row * gate_row + column, mask=column < size, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_row + column, mask=column < size, other=0.0).to(tl.float32)
+def activated(x, activation: tl.constexpr):  # type: ignore[no-untyped-def]
     if activation == "silu":
         x = tl.div_rn(x, 1.0 + tl.exp(-x))
     elif activation == "gelu_tanh":  # (1 + tanh(y)) / 2 is a sigmoid of 2 y, y = sqrt(2 / pi) (x + 0.044715 x^3)
         x = tl.div_rn(x, 1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    x = x.to(out.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(  # type: ignore[no-untyped-def]
+    gate, up, out, gate_row, up_row, size, activation: tl.constexpr, block: tl.constexpr
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    x = tl.load(gate + row * gate_row + column, mask=column < size, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + column, mask=column < size, other=0.0).to(tl.float32)
+    x = activated(x, activation).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * size + column, (x * u).to(out.dtype.element_ty), mask=column < size)
 
 

@@ -1,243 +1,250 @@
-"""Products of few rows with a large weight on a GPU: the ways to compute them, and the choice of the quickest.
+"""Products with weights in half precision on a GPU, each row of which has the same bits whatever other rows there are.
 
-BLAS libraries are made for one row or for many: with a kernel that only reads, a few rows often take less time. Which
-way is best is measured for every shape, on the model's own weights, and kept between starts. On a CPU all products of
-plain weights are those of `rows`.
+Rows of the weight are those of a tile, tokens its columns: a tensor core walks along the inputs of every one of them in
+the same steps, however wide the tile is. The inputs go in so many parts, by the shapes of the weights alone, and the
+sums of the parts are added in order. Which program computes which part, and how much it loads ahead, never changes
+bits. Weights that are multiplied with the same rows go in one launch.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
-from draftgraph.files import cache_dir, replacing
-from draftgraph.hardware import device_name, digest
-from draftgraph.kernels.triton_or_stub import compiles_for, tl, triton
+from draftgraph.kernels.fused import activated
+from draftgraph.kernels.triton_or_stub import ROUNDING, tl, triton
 
-Way = Callable[[Tensor, Tensor], Tensor]  # rows [rows, in], weight [out, in] -> [rows, out]
-Record = Callable[[Callable[[], None], torch.device], Callable[[], Any]]  # makes a computation that is called again
-
-KINDS = ("cuda",)  # of devices
-WIDTHS = (16, 64)  # rows; in between, as the next: the kernel computes 16 rows at least, fewer take as long
-DTYPES = (torch.bfloat16, torch.float16)  # others are left to the library
-SAMPLE_BYTES = 256 << 20  # of one shape, read in turn: more than caches hold
-SMALLEST = 1 << 16  # numbers of a weight: smaller ones are not worth choosing for
-ROUNDS = 3
-GAIN = 1.03  # what another way must be better by
+DTYPES = (torch.bfloat16, torch.float16)
+TOGETHER = 3  # weights of one launch
+PROGRAMS = 160  # that weights are shared among, if they are large enough: one for every processor of a large chip
+LEAST_PART = 256  # inputs
+STEP = 128  # inputs that a tile walks at a time, at most; a part has whole steps
+MOST_PARTS = 8
+NARROW = 64  # rows, at most, that tiles are as wide as; more are in tiles of WIDE
+WIDE = 128
 SHARED_BYTES = 200 << 10  # of a multiprocessor, for what the kernel loads ahead
-
-
-def direct(rows: Tensor, weight: Tensor) -> Tensor:
-    return linear(rows, weight)
+FEWEST_STAGES, MOST_STAGES = 3, 6
 
 
 class Tiling(NamedTuple):
-    """How a weight is shared among programs."""
-
-    outputs: int  # rows of the weight that a program reads
-    inputs: int  # columns at a time
-    splits: int  # of the columns, each to a program of its own
+    outputs: int  # rows of a weight
+    rows: int
+    step: int
     warps: int
-    stages: int
+
+    @property
+    def step_bytes(self) -> int:
+        return (self.outputs + self.rows) * self.step * 2
 
 
-TILINGS = (
-    Tiling(16, 256, 1, 4, 4),
-    Tiling(16, 512, 1, 4, 3),
-    Tiling(32, 256, 1, 4, 4),
-    Tiling(32, 128, 4, 4, 4),
-    Tiling(64, 128, 4, 4, 4),
-    Tiling(64, 128, 1, 4, 4),
-)
+IN_SINGLE = Tiling(64, 16, 32, 4)  # of weights in float32, which no tensor core multiplies
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
-    given, weight, bias, out, parts, rows, outputs, inputs, given_row, weight_row,
-    most_rows: tl.constexpr, tile: tl.constexpr, step: tl.constexpr, splits: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
-    column, split = tl.program_id(0) * tile + tl.arange(0, tile), tl.program_id(1)
-    row, inner = tl.arange(0, most_rows), tl.arange(0, step)
-    there = column < outputs
-    total = tl.zeros([most_rows, tile], tl.float32)
-    places = weight + column[:, None].to(tl.int64) * weight_row + inner[None, :]
-    for start in range(split * step, inputs, splits * step):
-        if whole:
-            w = tl.load(places + start, mask=there[:, None], other=0.0, eviction_policy="evict_first")
-            x = tl.load(given + row[:, None] * given_row + start + inner[None, :], mask=row[:, None] < rows, other=0.0)
-        else:
-            inside = start + inner < inputs
-            w = tl.load(places + start, mask=there[:, None] & inside[None, :], other=0.0)
-            seen = (row[:, None] < rows) & inside[None, :]
-            x = tl.load(given + row[:, None] * given_row + start + inner[None, :], mask=seen, other=0.0)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    seen = (row[:, None] < rows) & there[None, :]
-    if splits > 1:
-        tl.store(parts + (split * rows + row[:, None]) * outputs + column[None, :], total, mask=seen)
-    else:
-        if bias is not None:
-            total += tl.load(bias + column, mask=there, other=0.0)[None, :].to(tl.float32)
-        tl.store(out + row[:, None] * outputs + column[None, :], total.to(out.dtype.element_ty), mask=seen)
+def parts_of(outputs: int, inputs: int) -> int:
+    """Into how many parts the inputs of weights with so many outputs go.
+
+    >>> parts_of(4096, 4096), parts_of(3 * 4096, 4096), parts_of(4096, 11008), parts_of(32000, 4096)
+    (2, 1, 2, 1)
+    >>> parts_of(576, 1536)
+    4
+    """
+    tiles, parts = -(-outputs // 64), 1
+    while parts < MOST_PARTS and 2 * tiles * parts <= PROGRAMS and inputs // (2 * parts) >= LEAST_PART:
+        parts *= 2
+    return parts
+
+
+def tiling_of(rows: int, parts: int) -> Tiling:
+    """How weights are shared among programs. Tiles of 64 and of 128 outputs are one and two groups of warps, each of
+    which multiplies 64 outputs at a time."""
+    if rows > NARROW:
+        return Tiling(128, WIDE, STEP // 2, 8)
+    wide = max(16, triton.next_power_of_2(rows))
+    return Tiling(64, wide, STEP // 2 if wide == NARROW and parts == 1 else STEP, 4)
+
+
+def stages_of(tiling: Tiling, programs: int, processors: int) -> int:
+    """How many steps are loaded ahead: as many as the programs that share a processor have room for."""
+    beside = -(-programs // processors)
+    room = SHARED_BYTES // tiling.step_bytes
+    return max(1, min(room, MOST_STAGES, max(FEWEST_STAGES, room // beside)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum(parts, bias, out, count, outputs, splits: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0) * block + tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for split in tl.static_range(splits):
-        total += tl.load(parts + split * count + place, mask=place < count, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + place % outputs, mask=place < count, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < count)
+def walk(  # type: ignore[no-untyped-def]
+    weight, given, output, row, is_output, is_row, first, last, inputs, weight_row, given_row,
+    tile: tl.constexpr, wide: tl.constexpr, step: tl.constexpr, whole: tl.constexpr, turned: tl.constexpr,
+):  # fmt: skip
+    """Products of a tile of outputs and rows over the inputs from `first` to `last`. `weight_row`: from one output to
+    the next in a weight whose inputs lie side by side, and from one input to the next in one that lies `turned`."""
+    inner = tl.arange(0, step)
+    if turned:
+        weights = weight + output[:, None] + inner.to(tl.int64)[None, :] * weight_row
+    else:
+        weights = weight + output.to(tl.int64)[:, None] * weight_row + inner[None, :]
+    numbers = given + row.to(tl.int64)[:, None] * given_row + inner[None, :]
+    found = tl.zeros([tile, wide], tl.float32)
+    for start in range(first, last, step):
+        here = weights + start
+        if turned:
+            here = weights + tl.cast(start, tl.int64) * weight_row
+        if whole:
+            w = tl.load(here, mask=is_output[:, None], other=0.0, eviction_policy="evict_first")
+            x = tl.load(numbers + start, mask=is_row[:, None], other=0.0)
+        else:
+            inside = (start + inner < inputs)[None, :]
+            w = tl.load(here, mask=is_output[:, None] & inside, other=0.0)
+            x = tl.load(numbers + start, mask=is_row[:, None] & inside, other=0.0)
+        found = tl.dot(w, tl.trans(x), found, input_precision="ieee")
+    return found
 
 
-def skinny_linear(given: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
-    """As `torch.nn.functional.linear` for at most 128 rows; reads the weight once, at the memory's speed.
-
-    # [rows, in], [out, in] -> [rows, out]
-    """
-    rows, inputs = given.shape
-    outputs = len(weight)
-    given = given if given.stride(1) == 1 else given.contiguous()
-    out = torch.empty((rows, outputs), dtype=given.dtype, device=given.device)
-    splits = tiling.splits
-    parts = torch.empty((splits, rows, outputs), dtype=torch.float32, device=given.device) if splits > 1 else out
-    grid = (triton.cdiv(outputs, tiling.outputs), splits)
-    most_rows = max(16, triton.next_power_of_2(rows))
-    ahead = SHARED_BYTES // ((most_rows + tiling.outputs) * tiling.inputs * weight.element_size())
-    _product[grid](
-        given, weight, bias, out, parts, rows, outputs, inputs, given.stride(0), weight.stride(0),
-        most_rows=most_rows, tile=tiling.outputs, step=tiling.inputs, splits=splits,
-        whole=inputs % (tiling.inputs * splits) == 0, num_warps=tiling.warps,
-        num_stages=max(1, min(tiling.stages, ahead)),
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _products(  # type: ignore[no-untyped-def]
+    given, weight0, weight1, weight2, bias0, bias1, bias2, out0, out1, out2, sums, met,
+    rows, outputs0, outputs1, outputs2, inputs, part_inputs, given_row, weight_row,
+    tile: tl.constexpr, wide: tl.constexpr, step: tl.constexpr, parts: tl.constexpr, apart: tl.constexpr,
+    whole: tl.constexpr, turned: tl.constexpr, activation: tl.constexpr,
+):  # fmt: skip
+    """A tile of outputs and rows: all parts of the inputs, or one of them (`apart`). Then whoever is the last to finish
+    a part of a tile adds all of them up. `activation`: of a gated MLP, whose gate and what it lets through are the
+    first two weights; a tile is one of both, and only their product is written."""
+    row_tiles = tl.cdiv(rows, wide)  # side by side, so that they read a weight together
+    number, row_tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
+    first = 0
+    if apart:
+        first = number % parts
+        number //= parts
+    tiles0, tiles1 = tl.cdiv(outputs0, tile), tl.cdiv(outputs1, tile)
+    is_gated: tl.constexpr = activation is not None
+    weight, out, outputs, before, tile_number = weight0, out0, outputs0, 0, number
+    if number >= tiles0 + tiles1:
+        weight, out, outputs, before = weight2, out2, outputs2, outputs0 + outputs1
+        tile_number -= tiles0 + tiles1
+    elif number >= tiles0:
+        weight, out, outputs, before = weight1, out1, outputs1, outputs0
+        tile_number -= tiles0
+    output = tile_number * tile + tl.arange(0, tile)
+    row = row_tile * wide + tl.arange(0, wide)
+    is_output, is_row = output < outputs, row < rows
+    total = walk(
+        weight, given, output, row, is_output, is_row, first * part_inputs,
+        tl.minimum((first + 1) * part_inputs, inputs), inputs, weight_row, given_row, tile, wide, step, whole, turned,
     )  # fmt: skip
-    if splits > 1:
-        count = rows * outputs
-        _sum[(triton.cdiv(count, 1024),)](parts, bias, out, count, outputs, splits=splits, block=1024)
-    return out
+    for part in range(1, 1 if apart else parts):
+        total += walk(
+            weight, given, output, row, is_output, is_row, part * part_inputs,
+            tl.minimum((part + 1) * part_inputs, inputs), inputs, weight_row, given_row,
+            tile, wide, step, whole, turned,
+        )  # fmt: skip
+    passing = total
+    if is_gated:
+        passing = walk(
+            weight1, given, output, row, is_output, is_row, first * part_inputs,
+            tl.minimum((first + 1) * part_inputs, inputs), inputs, weight_row, given_row,
+            tile, wide, step, whole, turned,
+        )  # fmt: skip
+        for part in range(1, 1 if apart else parts):
+            passing += walk(
+                weight1, given, output, row, is_output, is_row, part * part_inputs,
+                tl.minimum((part + 1) * part_inputs, inputs), inputs, weight_row, given_row,
+                tile, wide, step, whole, turned,
+            )  # fmt: skip
+    there = is_output[:, None] & is_row[None, :]
+    is_last = True
+    if apart:
+        part_size = rows.to(tl.int64) * (outputs0 + outputs1 + outputs2)
+        place = sums + row.to(tl.int64)[None, :] * (outputs0 + outputs1 + outputs2) + (before + output)[:, None]
+        tl.store(place + first * part_size, total, mask=there)
+        if is_gated:
+            tl.store(place + first * part_size + outputs0, passing, mask=there)
+        tl.debug_barrier()  # all of this program's sums are there before it is counted
+        counter = met + number * row_tiles + row_tile
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+        if is_last:
+            tl.store(counter, 0)  # for the next launch
+            total = tl.zeros([tile, wide], tl.float32)
+            for other in tl.static_range(parts):
+                total += tl.load(place + other * part_size, mask=there, other=0.0, cache_modifier=".cg")
+            if is_gated:
+                passing = tl.zeros([tile, wide], tl.float32)
+                for other in tl.static_range(parts):
+                    more = place + other * part_size + outputs0
+                    passing += tl.load(more, mask=there, other=0.0, cache_modifier=".cg")
+    if is_last:
+        if bias0 is not None:
+            bias = bias0
+            if number >= tiles0 + tiles1:
+                bias = bias2
+            elif number >= tiles0:
+                bias = bias1
+            total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+            if is_gated:
+                passing += tl.load(bias1 + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        if is_gated:  # rounded where modules would
+            dtype: tl.constexpr = out.dtype.element_ty
+            total = activated(total.to(dtype).to(tl.float32), activation).to(dtype).to(tl.float32)
+            total *= passing.to(dtype).to(tl.float32)
+        written = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
+        tl.store(written, total.to(out.dtype.element_ty), mask=there)
 
 
-SKINNY: list[Way] = [partial(skinny_linear, bias=None, tiling=tiling) for tiling in TILINGS]
+@cache
+def processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def ways_for(device: torch.device) -> list[Way]:
-    return [direct, *(SKINNY if compiles_for(device) else ())]
+def counters(device: torch.device) -> Tensor:
+    """For the programs of one launch at a time: how many have met at each tile."""
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
-class Choices:
-    """Names by what they were chosen for; read when first asked, written with every new one."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, dict[str, str]] = {}
-
-    def get(self, device: torch.device, what: str) -> str | None:
-        return self._of(device).get(what)
-
-    def put(self, device: torch.device, what: str, name: str) -> None:
-        known, file = self._of(device), file_of(device)
-        known |= read(file) | known | {what: name}  # what others have chosen in the meantime stays
-        with suppress(OSError):  # only time is lost
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as partial:
-                partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-
-    def forget(self, device: torch.device) -> None:
-        """So that all are chosen again."""
-        self._of(device).clear()
-        with suppress(OSError):
-            file_of(device).unlink()
-
-    def _of(self, device: torch.device) -> dict[str, str]:
-        file = file_of(device)
-        if file not in self._known:
-            self._known[file] = read(file)
-        return self._known[file]
+def is_turned(weight: Tensor) -> bool:
+    """Whether its outputs lie side by side, and not its inputs, in the last two dimensions."""
+    return weight.stride(-1) != 1 and weight.stride(-2) == 1
 
 
-def read(file: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError):
-        known = json.loads(file.read_text(encoding="utf-8"))
-        return known if isinstance(known, dict) else {}
-    return {}
-
-
-def file_of(device: torch.device) -> Path:
-    return cache_dir() / "products" / f"{digest([device_name(device), torch.__version__])}.json"
-
-
-CHOSEN: dict[tuple[Any, ...], Way] = {}
-CHOICES = Choices()
-
-
-def way_for(rows: int, group: list[nn.Linear], record: Record) -> Way:
-    """The quickest on this machine for weights of this shape, measured when it is first asked for."""
-    weight = group[0].weight
-    width = next((width for width in WIDTHS if rows <= width), None)
-    if width is None or not rows:
-        return direct
-    key = (width, *weight.shape, weight.dtype, weight.device)
-    if key not in CHOSEN:
-        CHOSEN[key] = known_or_quickest(width, [module.weight for module in group], record)
-    return CHOSEN[key]
-
-
-def choose_again(device: torch.device) -> None:
-    """If the machine is not what it was. Never unasked: every way rounds in its own manner."""
-    CHOICES.forget(device)
-    CHOSEN.clear()
-
-
-def known_or_quickest(rows: int, weights: list[Tensor], record: Record) -> Way:
-    weight = weights[0]
-    what = f"{rows} rows of {tuple(weight.shape)}, {weight.dtype}"
-    name = CHOICES.get(weight.device, what)
-    known = {name_of(way): way for way in ways_for(weight.device)} if name else {}
-    if name not in known:
-        way = quickest(rows, weights, record)
-        CHOICES.put(weight.device, what, name_of(way))
-        return way
-    return known[name]
-
-
-def name_of(way: Way) -> str:
-    return f"skinny {tuple(way.keywords['tiling'])}" if isinstance(way, partial) else way.__name__
-
-
-@torch.no_grad()
-def quickest(rows: int, weights: list[Tensor], record: Record) -> Way:
-    weight = weights[0]
-    ways = ways_for(weight.device)
-    weights = weights[: max(1, SAMPLE_BYTES // (weight.numel() * weight.element_size()))]
-    given = torch.ones((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-    runs = [record(partial(all_products, way, given, weights), weight.device) for way in ways]
-    rounds = [[seconds(run, weight.device) for run in runs] for _ in range(ROUNDS)]
-    times = [min(taken) for taken in zip(*rounds, strict=True)]
-    best = times.index(min(times))
-    return ways[best] if times[best] * GAIN < times[0] else direct
-
-
-def all_products(way: Way, given: Tensor, weights: list[Tensor]) -> None:
-    for weight in weights:
-        way(given, weight)
-
-
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    marks[0].record()
-    run()
-    marks[1].record()
-    marks[1].synchronize()
-    return float(marks[0].elapsed_time(marks[1])) / 1e3
+def products(
+    given: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    met: Tensor | None = None,
+    tiling: Tiling | None = None,
+    activation: str | None = None,
+) -> list[Tensor]:
+    """As `torch.nn.functional.linear` with each of up to TOGETHER weights. All have a bias, or none. `met`: `counters`
+    that no launch uses at the same time. `activation`: the weights are those of a gated MLP's gate and of what it lets
+    through, and what comes out is `fused.gated` of both. # [rows, in], [out, in] each -> [rows, out] each"""
+    rows, inputs = given.shape
+    given = given if given.stride(1) == 1 else given.contiguous()
+    turned = all(map(is_turned, weights))
+    side = 1 if turned else 0  # the dimension that does not lie side by side
+    weights = [weight if weight.stride(1 - side) == 1 else weight.contiguous() for weight in weights]
+    if len({weight.stride(side) for weight in weights}) > 1:
+        weights, turned, side = [weight.contiguous() for weight in weights], False, 0
+    sizes = [len(weight) for weight in weights]
+    parts = parts_of(sum(sizes), inputs)
+    tiling = tiling or tiling_of(rows, parts)
+    part_inputs = triton.cdiv(triton.cdiv(inputs, parts), STEP) * STEP
+    own = sizes if activation is None else sizes[:1]
+    outs = [torch.empty((rows, size), dtype=given.dtype, device=given.device) for size in own]
+    tiles = sum(triton.cdiv(size, tiling.outputs) for size in own), triton.cdiv(rows, tiling.rows)
+    apart = parts > 1 and tiles[0] * tiles[1] <= PROGRAMS
+    programs = tiles[0] * tiles[1] * (parts if apart else 1)
+    sums = torch.empty((parts, rows, sum(sizes)) if apart else (0,), dtype=torch.float32, device=given.device)
+    met = counters(given.device) if met is None and apart else met
+    told = [[*some, *[some[0]] * (TOGETHER - len(some))] for some in (weights, biases, outs)]
+    sizes += [0] * (TOGETHER - len(sizes))
+    options: dict[str, Any] = {"num_warps": tiling.warps, **ROUNDING}
+    _products[(programs,)](
+        given, *told[0], *told[1], *told[2], sums, met, rows, *sizes,
+        inputs, part_inputs, given.stride(0), weights[0].stride(side),
+        tile=tiling.outputs, wide=tiling.rows, step=tiling.step, parts=parts, apart=apart, whole=inputs % STEP == 0,
+        turned=turned, activation=activation,
+        num_stages=stages_of(tiling, programs, processors_of(given.device)), **options,
+    )  # fmt: skip
+    return outs

@@ -1,15 +1,17 @@
-"""Products and attention of plain tensors on a CPU, each row of which has the same bits whatever else is computed.
+"""Products and attention of plain tensors, each row of which has the same bits whatever else is computed.
 
 Libraries choose the order of a sum by the number of rows, and share rows among threads. Here the sums of a row have an
 order of their own: products along the inputs, attention along the keys that a query sees, one after the other. What is
 not seen takes no part, so a node of a tree adds up as plain decoding does. `RowByRow` puts both in place of torch's,
-for models whose passes are not compiled as a whole (`cpu_pass`).
+for models whose passes are not compiled as a whole (`cpu_pass`). On a GPU it does so for products that no linear layer
+asks for, with the kernel of `linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention,
 from torch.overrides import TorchFunctionMode
 
 from draftgraph.compiled import compiled
+from draftgraph.kernels import linear as tiles
 from draftgraph.kernels.products import (
     DTYPES,
     OUTPUTS,
@@ -31,6 +34,7 @@ from draftgraph.kernels.products import (
     turned_product,
 )
 from draftgraph.kernels.threads import team_of, thread_count, torch_alone
+from draftgraph.kernels.triton_or_stub import compiles_for
 from draftgraph.kernels.vectors import (
     LANES,
     everywhere,
@@ -55,9 +59,19 @@ Ints = NDArray[np.int64]
 
 def is_plain(*tensors: Any) -> bool:
     """Whether these are tensors of torch's own class, of one dtype that is known here, on a CPU."""
-    own = all(type(one) in (Tensor, Parameter) and one.device.type == "cpu" for one in tensors)
-    known = own and len({one.dtype for one in tensors}) == 1 and tensors[0].dtype in DTYPES
-    return known and not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
+    return are_alike(tensors) and tensors[0].device.type == "cpu" and tensors[0].dtype in DTYPES
+
+
+def is_in_tiles(*tensors: Any) -> bool:
+    """Whether these are such tensors on a GPU that our kernels are made for."""
+    known = (*tiles.DTYPES, torch.float32)
+    return are_alike(tensors) and tensors[0].dtype in known and compiles_for(tensors[0].device)
+
+
+def are_alike(tensors: tuple[Any, ...]) -> bool:
+    own = all(type(one) in (Tensor, Parameter) for one in tensors)
+    alike = own and len({(one.dtype, one.device) for one in tensors}) == 1
+    return alike and not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
 
 
 def row_product(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -175,11 +189,15 @@ def attend_rows(
 
 
 class RowByRow(TorchFunctionMode):
-    """While entered, products and attention of plain tensors on a CPU are computed here, row by row, whoever asks for
-    them: linear layers, routers, experts, adapters."""
+    """While entered, products and attention of plain tensors are computed here, row by row, whoever asks for them:
+    linear layers, routers, experts, adapters."""
+
+    def __init__(self, replaced: Replaced | None = None) -> None:
+        super().__init__()
+        self._replaced = REPLACED if replaced is None else replaced
 
     def __torch_function__(self, function: Any, kinds: Any, given: Any = (), named: Any = None) -> Any:
-        compute, named = REPLACED.get(function), named or {}
+        compute, named = self._replaced.get(function), named or {}
         if compute is not None and not torch.compiler.is_compiling():
             found = compute(*given, **named)
             if found is not None:
@@ -221,30 +239,49 @@ def softmax(scores: int, start: int, last: int) -> None:
 
 
 @contextmanager
-def rows_apart(device: torch.device) -> Iterator[None]:
-    """In which the modules of a model run: on a CPU row by row, and PyTorch's threads keep still beside ours."""
-    if device.type != "cpu":
+def rows_apart(device: torch.device, met: Tensor | None = None) -> Iterator[None]:
+    """In which the modules of a model run: on a CPU row by row, and PyTorch's threads keep still beside ours; on a GPU
+    in tiles, if their counters are given: see `linear.products`."""
+    if device.type == "cpu":
+        with torch_alone(), RowByRow():
+            yield
+    elif met is not None:
+        with RowByRow({function: partial(own_tiles, met, factors) for function, factors in FACTORS.items()}):
+            yield
+    else:
         yield
-        return
-    with torch_alone(), RowByRow():
-        yield
 
 
-def own_linear(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    told = [given, weight] if bias is None else [given, weight, bias]
-    return row_product(given, weight, bias) if is_plain(*told) and weight.dim() == 2 else None
+Factors = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]  # as `torch.nn.functional.linear` is given them
 
 
-def own_matmul(one: Tensor, other: Tensor, **named: Any) -> Tensor | None:
-    if named or not is_plain(one, other) or one.dim() < 2 or other.dim() != 2:
+def own_rows(factors: Callable[..., Factors | None], *given: Any, **named: Any) -> Tensor | None:
+    told = factors(*given, **named)
+    return row_product(*told) if told is not None and is_plain(*told) else None
+
+
+def own_tiles(met: Tensor, factors: Callable[..., Factors | None], *given: Any, **named: Any) -> Tensor | None:
+    told = factors(*given, **named)
+    if told is None or not is_in_tiles(*told):
         return None
-    return row_product(one, other.t())
+    rows, weight, *bias = told
+    tiling = tiles.IN_SINGLE if rows.dtype == torch.float32 else None
+    (found,) = tiles.products(rows.reshape(-1, rows.shape[-1]), [weight], bias or [None], met, tiling)
+    return found.reshape(*rows.shape[:-1], len(weight))
 
 
-def own_addmm(more: Tensor, one: Tensor, other: Tensor, **named: Any) -> Tensor | None:
-    if named or not is_plain(more, one, other) or more.dim() != 1:
+def linear_factors(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Factors | None:
+    if weight.dim() != 2:
         return None
-    return row_product(one, other.t(), more)
+    return (given, weight) if bias is None else (given, weight, bias)
+
+
+def matmul_factors(one: Tensor, other: Tensor, **named: Any) -> Factors | None:
+    return None if named or one.dim() < 2 or other.dim() != 2 else (one, other.t())
+
+
+def addmm_factors(more: Tensor, one: Tensor, other: Tensor, **named: Any) -> Factors | None:
+    return None if named or more.dim() != 1 else (one, other.t(), more)
 
 
 def own_attention(
@@ -289,14 +326,20 @@ def whole_tiles(function: Any) -> Callable[..., Tensor | None]:
     return compute
 
 
+Replaced = Mapping[Any, Callable[..., Tensor | None]]
 SINGLE = (silu, gelu, torch.tanh, torch.sigmoid, torch.exp, Tensor.tanh, Tensor.sigmoid, Tensor.exp)
-REPLACED: dict[Any, Callable[..., Tensor | None]] = {
-    linear: own_linear,
-    torch.matmul: own_matmul,
-    Tensor.matmul: own_matmul,
-    Tensor.__matmul__: own_matmul,
-    torch.mm: own_matmul,
-    torch.addmm: own_addmm,
+FACTORS: dict[Any, Callable[..., Factors | None]] = {
+    linear: linear_factors,
+    torch.matmul: matmul_factors,
+    Tensor.matmul: matmul_factors,
+    Tensor.__matmul__: matmul_factors,
+    torch.mm: matmul_factors,
+    Tensor.mm: matmul_factors,
+    torch.addmm: addmm_factors,
+    Tensor.addmm: addmm_factors,
+}
+REPLACED: Replaced = {
+    **{function: partial(own_rows, factors) for function, factors in FACTORS.items()},
     scaled_dot_product_attention: own_attention,
     **{one: whole_tiles(one) for one in SINGLE},
 }
