@@ -188,6 +188,23 @@ def forget_failed_group() -> None:
         world.group_count = 0
 
 
+def gather_on_host() -> None:
+    """From now on tensors of a GPU that layers of `transformers` gather over ranks go by way of the host: gloo ends the
+    process where it is given them (pytorch/pytorch#152645). Without the name, whatever torch does with them."""
+    if not _gathering and hasattr(torch.ops, "_c10d_functional"):
+        _gathering.append(torch.library.Library("_c10d_functional", "IMPL"))
+        _gathering[0].impl("all_gather_into_tensor", gathered_on_host, "CUDA")
+
+
+def gathered_on_host(part: Tensor, ranks: int, group: str) -> Tensor:
+    functions = torch.ops._c10d_functional
+    found: Tensor = functions.wait_tensor(functions.all_gather_into_tensor(part.cpu(), ranks, group))
+    return found.to(part.device)
+
+
+_gathering: list[torch.library.Library] = []  # what is registered holds for as long as its library is there
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Where nothing says so: yes, and the module is left alone."""
     hooks = [getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks")]

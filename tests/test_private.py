@@ -38,6 +38,7 @@ NAMES = (
     "_forward_pre_hooks",
     "._parameters",
     "_set_pg_timeout",
+    "_c10d_functional",
     "._version",
     "._name_or_path",
     "._attn_implementation",
@@ -212,6 +213,23 @@ def test_a_process_group_waits_no_longer_than_it_is_told(gone: bool, monkeypatch
         private.set_group_timeout(group, 7.0)
         seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         assert seconds == (99 if gone else 7)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_tensors_of_a_gpu_are_gathered_by_way_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, libraries = "_c10d_functional::all_gather_into_tensor", list[Any]()
+    monkeypatch.setattr(private, "_gathering", libraries)
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    private.gather_on_host()
+    private.gather_on_host()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") and len(libraries) == 1
+    libraries.clear()
+    store, part = distributed.HashStore(), torch.arange(6.0).view(2, 3)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group: Any = distributed.group.WORLD
+        assert torch.equal(private.gathered_on_host(part, 1, group.group_name), part)
     finally:
         distributed.destroy_process_group()
 

@@ -346,6 +346,7 @@ def meet(device: torch.device, size_here: int, place: int, within: timedelta, **
     if torch.cuda.device_count() >= size_here:
         dist.init_process_group("nccl", timeout=within, device_id=own, **told)
     else:
+        private.gather_on_host()
         dist.init_process_group("gloo", timeout=within, **told)
 
 
