@@ -82,3 +82,21 @@ def ptx_of(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], options: d
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     code: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return code
+
+
+def ptx_of_attention(queries: int, alone: bool, dtype: torch.dtype, size: int, value_size: int, windows: bool) -> str:
+    """The same of paged attention; `alone`: no program shares its text with another."""
+    from draftgraph.kernels.attention import Tiling, _attend
+
+    names = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions", "met"), "*i32")
+    kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
+    kinds |= dict.fromkeys(("query", "key", "value", "out"), names[dtype])
+    kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
+    columns, value_columns = (1 << (one - 1).bit_length() for one in (size, value_size))
+    tiling = Tiling.of(queries, max(columns, value_columns), dtype.itemsize, 227 * 1024)
+    fixed = {"heads": 4, "size": size, "columns": columns, "value_size": value_size, "value_columns": value_columns}
+    fixed |= {"queries": tiling.queries, "slots": tiling.slots, "late_slots": tiling.late_slots}
+    fixed |= {"padded_texts": 128, "alone": alone} | dict.fromkeys(("cap", "sinks"))
+    fixed |= {} if windows else {"window": None}
+    return ptx_of(_attend, kinds, fixed, {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1})

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 from engine_tools import ancestry, score
 from families import FAMILIES, MORE_FAMILIES, SMALL, VOCAB, target_of
-from kernel_tools import ptx_of, strict_interpreter
+from kernel_tools import ptx_of_attention, strict_interpreter
 from torch import Tensor
 
 from draftgraph import UnsupportedModelError
@@ -23,8 +23,6 @@ from draftgraph.engine.paged import PagedEngine
 from draftgraph.engine.pages import PAGE
 from draftgraph.kernels.attention import (
     PagedPass,
-    Tiling,
-    _attend,
     attend_reference,
     attend_triton,
     paged_attention,
@@ -224,6 +222,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a size between powers of two": RAGGED | {"heads": 2, "size": 80},
     "a small size": RAGGED | {"heads": 2, "size": 8},
     "a large size": {"lengths": (33, 70), "counts": (2, 1), "size": 256, "groups": 1},
+    "smaller values": RAGGED | {"heads": 2, "size": 48, "value_size": 24},
+    "larger values": RAGGED | {"heads": 2, "size": 16, "value_size": 80},
 }
 
 
@@ -266,21 +266,12 @@ def test_in_the_kernel_too_a_node_that_sees_nothing_gets_nothing(
     assert interpreted(*given.states, blind(given), 1.0, shares=shares).eq(0).all()
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_kernel_compiles_for_a_gpu(dtype: torch.dtype, window: int | None) -> None:
+def test_the_kernel_compiles_for_a_gpu(dtype: torch.dtype, windows: bool) -> None:
     """The interpreter runs what the compiler refuses."""
-    name = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-    kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions", "met"), "*i32")
-    kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
-    kinds |= dict.fromkeys(("query", "key", "value", "out"), name)
-    kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
-    for queries, alone in ((16, False), (64, True)):
-        tiling = Tiling.of(queries, 128, dtype.itemsize, 227 * 1024)
-        fixed = {"heads": 4, "size": 128, "columns": 128, "queries": tiling.queries, "slots": tiling.slots}
-        fixed |= {"late_slots": tiling.late_slots, "padded_texts": 128, "alone": alone, "cap": None, "sinks": None}
-        fixed |= {} if window else {"window": None}
-        assert ptx_of(_attend, kinds, fixed, {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1})
+    for queries, alone, size in ((16, False, 128), (64, True, 128), (16, False, 192)):  # the last as in DeepSeek
+        assert ptx_of_attention(queries, alone, dtype, size, 128, windows)
 
 
 def _qwen2_moe() -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_tools import in_one_order, ptx_of
+from kernel_tools import in_one_order, ptx_of_attention
 from test_attention_kernel import OPTIONS, Scene, scene
 from torch import Tensor
 
 from draftgraph.engine.pages import PAGE
-from draftgraph.kernels.attention import DEEPEST, PagedPass, Tiling, _attend, attend_triton, chunks_of
+from draftgraph.kernels.attention import DEEPEST, PagedPass, attend_triton, chunks_of
 
 SCALE = 0.2
 
@@ -147,18 +147,9 @@ def test_paths_as_deep_as_is_allowed_have_the_bits_of_plain_decoding(interpreted
 @pytest.mark.parametrize("size", [64, 128])
 def test_the_kernel_compiles_for_a_gpu_with_one_kind_of_product(size: int) -> None:
     """For any number of queries the same products, but for how many columns they have."""
-    kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions", "met"), "*i32")
-    kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
-    kinds |= dict.fromkeys(("query", "key", "value", "out"), "*bf16")
-    kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
     found = []
     for queries in (16, 32, 64):
-        tiling = Tiling.of(queries, size, 2, 227 * 1024)
-        fixed = {"heads": 4, "size": size, "columns": size, "queries": tiling.queries, "slots": tiling.slots}
-        fixed |= {"late_slots": tiling.late_slots, "padded_texts": 128, "alone": queries > 16}
-        fixed |= {"cap": None, "window": None, "sinks": None}
-        options = {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1}
-        code = ptx_of(_attend, kinds, fixed, options)
+        code = ptx_of_attention(queries, queries > 16, torch.bfloat16, size, size, False)
         wide = set(re.findall(r"wgmma\.mma_async\.\S+?\.(m64)n\d+(k16\.\S+)", code))
         found.append((wide, set(re.findall(r"mma\.sync\S+", code))))
     assert found[0] == found[1] == found[2]

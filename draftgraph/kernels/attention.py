@@ -231,6 +231,7 @@ WORD = tl.constexpr(BITS)  # scratch slots that one word of ancestors tells of
 PAGE = tl.constexpr(PAGE_SIZE)
 LOWEST = tl.constexpr(-1e30)  # under any score, yet finite: -inf less LOWEST is -inf, and never not a number
 LARGEST_SIZE = 256
+FEWEST = 16  # columns that tensor cores take
 RESERVE = 1024  # bytes of shared memory for page numbers on their way
 CHUNK, LATER_CHUNK, EARLY = 256, 1024, 8  # places of each of the first chunks, of those behind them, how many are first
 SHORT, LONG, FIRST = tl.constexpr(CHUNK), tl.constexpr(LATER_CHUNK), tl.constexpr(EARLY)
@@ -353,8 +354,9 @@ def _attend(  # type: ignore[no-untyped-def]
     query, key, value, starts, lengths, pages, ancestors, positions, scratch_positions, sinks, out, bests, totals,
     parts, met, scale, cap, window, log2e, nodes, words, texts, most_pages, shares, kept,
     query_head, query_node, key_head, key_slot, value_head, value_slot,
-    heads: tl.constexpr, size: tl.constexpr, columns: tl.constexpr, queries: tl.constexpr, slots: tl.constexpr,
-    late_slots: tl.constexpr, padded_texts: tl.constexpr, alone: tl.constexpr,
+    heads: tl.constexpr, size: tl.constexpr, columns: tl.constexpr, value_size: tl.constexpr,
+    value_columns: tl.constexpr, queries: tl.constexpr, slots: tl.constexpr, late_slots: tl.constexpr,
+    padded_texts: tl.constexpr, alone: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries (nodes of one text times the heads of a group) over all chunks of that text (`alone`), or
     over one in `shares` of them; the tail is a chunk behind them.
@@ -376,7 +378,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if tile * queries >= count * heads:
         return
 
-    column, slot = tl.arange(0, columns), tl.arange(0, slots)
+    column, value_column, slot = tl.arange(0, columns), tl.arange(0, value_columns), tl.arange(0, slots)
     which = tile * queries + tl.arange(0, queries)
     real = which < count * heads
     node, head = first_node + which // heads, group * heads + which % heads
@@ -396,24 +398,24 @@ def _attend(  # type: ignore[no-untyped-def]
     if share > chunks:
         return
 
-    written = (column < size)[:, None] & real[None, :]
     q_place = column[:, None] + (head * query_head + node.to(tl.int64) * query_node)[None, :]
-    q = tl.load(query + q_place, mask=written, other=0.0)
-    keys, values = key + group * key_head + column[None, :], value + group * value_head + column[None, :]
+    q = tl.load(query + q_place, mask=(column < size)[:, None] & real[None, :], other=0.0)
+    written = (value_column < value_size)[:, None] & real[None, :]
+    keys, values = key + group * key_head + column[None, :], value + group * value_head + value_column[None, :]
     table = pages + text.to(tl.int64) * most_pages
     query_place = first_node * heads + which
     best = tl.full([queries], LOWEST, tl.float32)
     total = tl.zeros([queries], tl.float32)
-    mixed = tl.zeros([columns, queries], tl.float32)
+    mixed = tl.zeros([value_columns, queries], tl.float32)
 
     for chunk in range(share, chunks, shares):
         chunk_best = tl.full([queries], LOWEST, tl.float32)
         chunk_total = tl.zeros([queries], tl.float32)
-        chunk_mixed = tl.zeros([columns, queries], tl.float32)
+        chunk_mixed = tl.zeros([value_columns, queries], tl.float32)
         for at in range(tl.maximum(_chunk_start(chunk), first), tl.minimum(_chunk_start(chunk + 1), most_base), slots):
             here = _slots(table, at + slot, None)
             k = _read(keys + here[:, None] * key_slot, None, column, size, columns)
-            v = _read(values + here[:, None] * value_slot, None, column, size, columns)
+            v = _read(values + here[:, None] * value_slot, None, value_column, value_size, value_columns)
             seen = (at < base)[None, :] & (slot >= 0)[:, None]
             if window is not None:
                 seen = seen & ((at + slot)[:, None] >= nearest[None, :])
@@ -429,7 +431,7 @@ def _attend(  # type: ignore[no-untyped-def]
             kept_place = (group * kept + chunk) * nodes * heads + query_place
             tl.store(bests + kept_place, chunk_best, mask=real)
             tl.store(totals + kept_place, chunk_total, mask=real)
-            tl.store(parts + kept_place[None, :] * size + column[:, None], chunk_mixed, mask=written)
+            tl.store(parts + kept_place[None, :] * value_size + value_column[:, None], chunk_mixed, mask=written)
 
     if share == chunks % shares:  # the tail: first its largest exponent, then its keys one by one
         loose = real & is_text & (is_row == 0)
@@ -451,14 +453,14 @@ def _attend(  # type: ignore[no-untyped-def]
             tail_best = tl.maximum(tail_best, tl.max(_exponents(k, q, seen, scale, cap), axis=0))
         late, one = tl.arange(0, late_slots), tl.full([16, late_slots], 1.0, tl.float32)
         tail_sums = tl.zeros([16, queries], tl.float32)  # the same in every row
-        tail_mixed = tl.zeros([columns, queries], tl.float32)
+        tail_mixed = tl.zeros([value_columns, queries], tl.float32)
         for at in range(0, late_keys, late_slots):
             here, there, seen = _late(
                 at, late, in_text, least_base, most_direct, most_scratch, base, direct, length, lineage, loose, nearest,
                 table, stands, window,
             )  # fmt: skip
             k = _read(keys + here[:, None] * key_slot, there, column, size, columns)
-            v = _read(values + here[:, None] * value_slot, there, column, size, columns)
+            v = _read(values + here[:, None] * value_slot, there, value_column, value_size, value_columns)
             weight = tl.exp2(_exponents(k, q, seen, scale, cap) - tail_best[None, :])
             tail_sums = tl.dot(one, weight, tail_sums, input_precision="ieee")
             tail_mixed = tl.dot(tl.trans(v).to(tl.float32), weight, tail_mixed, input_precision="ieee")
@@ -469,7 +471,7 @@ def _attend(  # type: ignore[no-untyped-def]
             tail_place = (group * kept + chunks) * nodes * heads + query_place
             tl.store(bests + tail_place, tail_best, mask=real)
             tl.store(totals + tail_place, tail_total, mask=real)
-            tl.store(parts + tail_place[None, :] * size + column[:, None], tail_mixed, mask=written)
+            tl.store(parts + tail_place[None, :] * value_size + value_column[:, None], tail_mixed, mask=written)
 
     is_last = True
     if not alone:
@@ -481,7 +483,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 place = (group * kept + number) * nodes * heads + query_place
                 one_best = tl.load(bests + place, mask=real, other=LOWEST, cache_modifier=".cg")
                 one_total = tl.load(totals + place, mask=real, other=0.0, cache_modifier=".cg")
-                part = parts + place[None, :] * size + column[:, None]
+                part = parts + place[None, :] * value_size + value_column[:, None]
                 one_mixed = tl.load(part, mask=written, other=0.0, cache_modifier=".cg")
                 best, total, mixed = _merged(best, total, mixed, one_best, one_total, one_mixed)
     if is_last:
@@ -491,7 +493,7 @@ def _attend(  # type: ignore[no-untyped-def]
             shrink = tl.exp2(best - higher)
             total, mixed = total * shrink + tl.exp2(sink - higher), mixed * shrink[None, :]
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[None, :]
-        out_place = (node * (tl.num_programs(1) * heads) + head)[None, :] * size + column[:, None]
+        out_place = (node * (tl.num_programs(1) * heads) + head)[None, :] * value_size + value_column[:, None]
         tl.store(out + out_place, mixed.to(out.dtype.element_ty), mask=written)
 
 
@@ -530,7 +532,7 @@ def queries_of(rows: int, texts: int, groups: int, columns: int, enough: int) ->
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel knows these dtypes and sizes on this device."""
     known = query.dtype in (torch.bfloat16, torch.float16, torch.float32) and query.dtype == key.dtype == value.dtype
-    fits = key.shape == value.shape and query.shape[-1] <= LARGEST_SIZE
+    fits = key.shape[:-1] == value.shape[:-1] and max(key.shape[-1], value.shape[-1]) <= LARGEST_SIZE
     return available and known and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
@@ -548,19 +550,21 @@ def attend_triton(
     """See `paged_attention`. `shares`: among how many programs a text is shared; None: enough to fill the device."""
     _, all_heads, nodes, size = query.shape
     groups, (texts, most_pages) = key.shape[1], data.pages.shape
-    heads, columns = all_heads // groups, max(16, triton.next_power_of_2(size))  # the fewest that tensor cores take
+    heads, value_size = all_heads // groups, value.shape[-1]
+    columns, value_columns = (max(FEWEST, triton.next_power_of_2(one)) for one in (size, value_size))
     device: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
     shared_memory = getattr(device, "shared_memory_per_block_optin", 48 * 1024)  # ROCm does not tell
     enough = BUSY * processors_of(query.device)
-    queries = queries_of(nodes * heads, texts, groups, columns, enough)
-    tiling = Tiling.of(queries, columns, query.element_size(), shared_memory)
+    most_columns = max(columns, value_columns)
+    queries = queries_of(nodes * heads, texts, groups, most_columns, enough)
+    tiling = Tiling.of(queries, most_columns, query.element_size(), shared_memory)
     if shares is None:
         busy = groups * max(min(texts, nodes), nodes * heads // tiling.queries)
         shares = 1 if busy >= enough else chunks_of(most_pages * PAGE_SIZE) + 1
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
-    out = query.new_empty(1, nodes, all_heads, size)
+    out = query.new_empty(1, nodes, all_heads, value_size)
     kept = (groups, chunks_of(most_pages * PAGE_SIZE) + 1, nodes * heads) if shares > 1 else (0, 0, 0)
-    parts = query.new_empty((*kept, size), dtype=torch.float32)
+    parts = query.new_empty((*kept, value_size), dtype=torch.float32)
     bests, totals = query.new_empty((2, *kept), dtype=torch.float32)
     tiles, words = nodes * heads // tiling.queries + texts + 1, data.ancestors.shape[-1]
     if groups * tiles not in data.met:
@@ -572,8 +576,9 @@ def attend_triton(
         None if softcap is None else softcap * LOG2E, window, LOG2E,
         nodes, words, texts, most_pages, shares, kept[1],
         *(stride for part in (query, key, value) for stride in part.stride()[1:-1]),
-        heads=heads, size=size, columns=columns, queries=tiling.queries, slots=tiling.slots,
-        late_slots=tiling.late_slots, padded_texts=max(128, triton.next_power_of_2(texts + 1)), alone=shares == 1,
+        heads=heads, size=size, columns=columns, value_size=value_size, value_columns=value_columns,
+        queries=tiling.queries, slots=tiling.slots, late_slots=tiling.late_slots,
+        padded_texts=max(128, triton.next_power_of_2(texts + 1)), alone=shares == 1,
         num_warps=tiling.warps, num_stages=2 * tiling.stages - 1,  # page numbers come first, then what lies there
         **ROUNDING,
     )  # fmt: skip
