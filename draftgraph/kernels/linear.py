@@ -103,6 +103,26 @@ def walk(  # type: ignore[no-untyped-def]
     return found
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk_parts(  # type: ignore[no-untyped-def]
+    weight, given, output, row, is_output, is_row, first, inputs, part_inputs, weight_row, given_row,
+    tile: tl.constexpr, wide: tl.constexpr, step: tl.constexpr, parts: tl.constexpr, apart: tl.constexpr,
+    whole: tl.constexpr, turned: tl.constexpr,
+):  # fmt: skip
+    """The same over one part of the inputs, or over all of them in their order."""
+    total = walk(
+        weight, given, output, row, is_output, is_row, first * part_inputs,
+        tl.minimum((first + 1) * part_inputs, inputs), inputs, weight_row, given_row, tile, wide, step, whole, turned,
+    )  # fmt: skip
+    for part in range(1, 1 if apart else parts):
+        total += walk(
+            weight, given, output, row, is_output, is_row, part * part_inputs,
+            tl.minimum((part + 1) * part_inputs, inputs), inputs, weight_row, given_row,
+            tile, wide, step, whole, turned,
+        )  # fmt: skip
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _products(  # type: ignore[no-untyped-def]
     given, weight0, weight1, weight2, bias0, bias1, bias2, out0, out1, out2, sums, met,
@@ -131,29 +151,16 @@ def _products(  # type: ignore[no-untyped-def]
     output = tile_number * tile + tl.arange(0, tile)
     row = row_tile * wide + tl.arange(0, wide)
     is_output, is_row = output < outputs, row < rows
-    total = walk(
-        weight, given, output, row, is_output, is_row, first * part_inputs,
-        tl.minimum((first + 1) * part_inputs, inputs), inputs, weight_row, given_row, tile, wide, step, whole, turned,
+    total = _walk_parts(
+        weight, given, output, row, is_output, is_row, first, inputs, part_inputs, weight_row, given_row,
+        tile, wide, step, parts, apart, whole, turned,
     )  # fmt: skip
-    for part in range(1, 1 if apart else parts):
-        total += walk(
-            weight, given, output, row, is_output, is_row, part * part_inputs,
-            tl.minimum((part + 1) * part_inputs, inputs), inputs, weight_row, given_row,
-            tile, wide, step, whole, turned,
-        )  # fmt: skip
     passing = total
     if is_gated:
-        passing = walk(
-            weight1, given, output, row, is_output, is_row, first * part_inputs,
-            tl.minimum((first + 1) * part_inputs, inputs), inputs, weight_row, given_row,
-            tile, wide, step, whole, turned,
+        passing = _walk_parts(
+            weight1, given, output, row, is_output, is_row, first, inputs, part_inputs, weight_row, given_row,
+            tile, wide, step, parts, apart, whole, turned,
         )  # fmt: skip
-        for part in range(1, 1 if apart else parts):
-            passing += walk(
-                weight1, given, output, row, is_output, is_row, part * part_inputs,
-                tl.minimum((part + 1) * part_inputs, inputs), inputs, weight_row, given_row,
-                tile, wide, step, whole, turned,
-            )  # fmt: skip
     there = is_output[:, None] & is_row[None, :]
     is_last = True
     if apart:
