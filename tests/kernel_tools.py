@@ -76,7 +76,7 @@ def ptx_of(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], options: d
 
     fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in kernel.arg_names}
-    aligned = [name.endswith(("_row", "_head", "_node", "_slot", "inputs")) for name in kernel.arg_names]
+    aligned = [name.endswith(("_row", "_stride", "_head", "_node", "_slot", "inputs")) for name in kernel.arg_names]
     places = [place for place, kind in enumerate(signature.values()) if kind.startswith("*") or aligned[place]]
     attributes = {(place,): [["tt.divisibility", 16]] for place in places}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
@@ -84,19 +84,19 @@ def ptx_of(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], options: d
     return code
 
 
-def ptx_of_attention(queries: int, alone: bool, dtype: torch.dtype, size: int, value_size: int, windows: bool) -> str:
-    """The same of paged attention; `alone`: no program shares its text with another."""
+def ptx_of_attention(queries: int, single: bool, dtype: torch.dtype, size: int, value_size: int, windows: bool) -> str:
+    """The same of paged attention; `single`: a program reads all of its text."""
     from draftgraph.kernels.attention import Tiling, _attend
 
     names = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-    kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions", "met"), "*i32")
+    kinds = dict.fromkeys(("starts", "lengths", "pages", "scratch_positions", "counters"), "*i32")
     kinds |= dict.fromkeys(("ancestors", "positions"), "*i64") | {"scale": "fp32", "log2e": "fp32"}
     kinds |= dict.fromkeys(("query", "key", "value", "out"), names[dtype])
-    kinds |= dict.fromkeys(("bests", "totals", "parts"), "*fp32")
+    kinds |= dict.fromkeys(("partial_best", "partial_total", "partial_acc"), "*fp32")
     columns, value_columns = (1 << (one - 1).bit_length() for one in (size, value_size))
     tiling = Tiling.of(queries, max(columns, value_columns), dtype.itemsize, 227 * 1024)
     fixed = {"heads": 4, "size": size, "columns": columns, "value_size": value_size, "value_columns": value_columns}
-    fixed |= {"queries": tiling.queries, "slots": tiling.slots, "late_slots": tiling.late_slots}
-    fixed |= {"padded_texts": 128, "alone": alone} | dict.fromkeys(("cap", "sinks"))
+    fixed |= {"block_queries": tiling.block_queries, "block_keys": tiling.block_keys}
+    fixed |= {"tail_block": tiling.tail_block, "padded_texts": 128, "single": single} | dict.fromkeys(("cap", "sinks"))
     fixed |= {} if windows else {"window": None}
     return ptx_of(_attend, kinds, fixed, {"num_warps": tiling.warps, "num_stages": 2 * tiling.stages - 1})

@@ -227,25 +227,25 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_gives_what_its_reference_gives(
-    interpreted: Callable[..., Tensor], shape: dict[str, Any], shares: int
+    interpreted: Callable[..., Tensor], shape: dict[str, Any], splits: int
 ) -> None:
     given = scene(1, **shape).to("cpu", torch.float16)
-    found = interpreted(*given.states, given.data, 0.2, shares=shares)
+    found = interpreted(*given.states, given.data, 0.2, splits=splits)
     expected = attend_reference(*given.states, given.data, 0.2)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float16])
 
 
-@pytest.mark.parametrize("shares", [1, 4])
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_kernel_knows_windows_caps_and_sinks(
-    interpreted: Callable[..., Tensor], options: dict[str, Any], shares: int
+    interpreted: Callable[..., Tensor], options: dict[str, Any], splits: int
 ) -> None:
     given = scene(2, **RAGGED, groups=1, heads=3)
     options = given.options(**options)
-    found = interpreted(*given.states, given.data, 0.2, shares=shares, **options)
+    found = interpreted(*given.states, given.data, 0.2, splits=splits, **options)
     expected = attend_reference(*given.states, given.data, 0.2, **options)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -254,24 +254,24 @@ def test_the_kernel_takes_any_strides(interpreted: Callable[..., Tensor]) -> Non
     given = scene(3, **RAGGED, heads=2)
     kept = given.key.transpose(1, 2).contiguous().transpose(1, 2)  # slots before heads
     columns = given.value.mT.contiguous().mT  # columns apart
-    found = interpreted(given.query.contiguous(), kept, columns, given.data, 0.2, shares=2)
+    found = interpreted(given.query.contiguous(), kept, columns, given.data, 0.2, splits=2)
     torch.testing.assert_close(found, attend_reference(*given.states, given.data, 0.2), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_in_the_kernel_too_a_node_that_sees_nothing_gets_nothing(
-    interpreted: Callable[..., Tensor], shares: int
+    interpreted: Callable[..., Tensor], splits: int
 ) -> None:
     given = scene(lengths=(0,), counts=(2,))
-    assert interpreted(*given.states, blind(given), 1.0, shares=shares).eq(0).all()
+    assert interpreted(*given.states, blind(given), 1.0, splits=splits).eq(0).all()
 
 
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_kernel_compiles_for_a_gpu(dtype: torch.dtype, windows: bool) -> None:
     """The interpreter runs what the compiler refuses."""
-    for queries, alone, size in ((16, False, 128), (64, True, 128), (16, False, 192)):  # the last as in DeepSeek
-        assert ptx_of_attention(queries, alone, dtype, size, 128, windows)
+    for queries, single, size in ((16, False, 128), (64, True, 128), (16, False, 192)):  # the last as in DeepSeek
+        assert ptx_of_attention(queries, single, dtype, size, 128, windows)
 
 
 def _qwen2_moe() -> Any:
@@ -353,11 +353,11 @@ LARGE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shares", [None, 1, 5])
+@pytest.mark.parametrize("splits", [None, 1, 5])
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
-def test_many_and_long_texts_on_cuda(shape: dict[str, Any], shares: int | None) -> None:
+def test_many_and_long_texts_on_cuda(shape: dict[str, Any], splits: int | None) -> None:
     given = scene(5, **{"size": 128} | shape).to("cuda", torch.bfloat16)
-    found = attend_triton(*given.states, given.data, 0.1, shares=shares)
+    found = attend_triton(*given.states, given.data, 0.1, splits=splits)
     torch.testing.assert_close(found, attend_reference(*given.states, given.data, 0.1), rtol=0, atol=1e-2)
 
 
@@ -371,11 +371,11 @@ def test_long_texts_and_large_heads_on_cuda(nodes: int, heads: int, size: int) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shares", [1, 4])
-def test_a_text_may_be_shared_or_not_on_cuda(shares: int) -> None:
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_text_may_be_shared_or_not_on_cuda(splits: int) -> None:
     given = scene(4, LENGTHS, (64,) * 6, heads=3).to("cuda", torch.bfloat16)
     told = given.options(**OPTIONS["all"])
-    found = attend_triton(*given.states, given.data, 0.2, **told, shares=shares)
+    found = attend_triton(*given.states, given.data, 0.2, **told, splits=splits)
     expected = attend_reference(*given.states, given.data, 0.2, **told)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.bfloat16])
 

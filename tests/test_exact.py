@@ -128,7 +128,7 @@ def check_in_order() -> str | None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)).to(torch.bfloat16).eval()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(selfcheck, "WIDTHS", (2, 9))
-        patch.setattr(attention, "paged_attention", partial(attend_triton, shares=2))
+        patch.setattr(attention, "paged_attention", partial(attend_triton, splits=2))
         patch.setattr(borrowing, "compiles_for", lambda device: True)
         return bit_difference(model, {"paged": True, "compiled": False})
 

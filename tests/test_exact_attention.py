@@ -22,7 +22,7 @@ SCALE = 0.2
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Tensor]]:
     with in_one_order() as call:
-        yield lambda *arguments, shares=2, **options: call(attend_triton, *arguments, shares=shares, **options)
+        yield lambda *arguments, splits=2, **options: call(attend_triton, *arguments, splits=splits, **options)
 
 
 def plain(given: Scene, text: int, node: int, more_pages: int = 0) -> tuple[Tensor, Tensor, Tensor, PagedPass]:
@@ -124,10 +124,10 @@ def test_chunks_cover_every_place_once() -> None:
         assert starts[chunks_of(places) - 1] < places <= starts[chunks_of(places)]
 
 
-@pytest.mark.parametrize("shares", [1, 3, 9])
-def test_who_shares_the_chunks_never_changes_bits(interpreted: Callable[..., Tensor], shares: int) -> None:
+@pytest.mark.parametrize("splits", [1, 3, 9])
+def test_the_number_of_splits_never_changes_bits(interpreted: Callable[..., Tensor], splits: int) -> None:
     given = scene(6, lengths=(700, 20, 300), counts=(12, 5, 1), groups=1, heads=2, size=16)
-    found, expected = (interpreted(*given.states, given.data, SCALE, shares=one) for one in (shares, 2))
+    found, expected = (interpreted(*given.states, given.data, SCALE, splits=one) for one in (splits, 2))
     assert torch.equal(found, expected)
 
 

@@ -22,7 +22,7 @@ from draftgraph.engine.borrowing import borrowed_attention, configs_of
 from draftgraph.engine.experts import NAME, experts_forward, implementation_for, is_served
 from draftgraph.engine.selfcheck import bit_difference, inexactness
 from draftgraph.kernels import experts as kernel
-from draftgraph.kernels.experts import mixed, mixed_reference, products_reference, shares_of
+from draftgraph.kernels.experts import combine, combine_reference, linear_reference, tiles_of
 from draftgraph.kernels.linear import stages_of, tiling_of
 
 TOKENS = 150
@@ -56,12 +56,12 @@ def drawn(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float16, 
     return Drawn(given, weight, bias, chosen, torch.rand(chosen.shape, generator=generator))
 
 
-def multiplied(one: Drawn, turned: bool = False, biased: bool = True) -> tuple[Tensor, Tensor]:
+def multiplied(one: Drawn, transposed: bool = False, biased: bool = True) -> tuple[Tensor, Tensor]:
     """Of every pair, and of every token."""
-    weight = one.weight.transpose(1, 2).contiguous().transpose(1, 2) if turned else one.weight
-    shares = shares_of(one.chosen, len(weight))
-    found = kernel.products(one.given, weight, one.bias if biased else None, shares)
-    return found, mixed(found, one.chosen, one.weights, len(weight))
+    weight = one.weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else one.weight
+    tiles = tiles_of(one.chosen, len(weight))
+    found = kernel.linear(one.given, weight, one.bias if biased else None, tiles)
+    return found, combine(found, one.chosen, one.weights, len(weight))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,9 @@ def interpreted() -> Iterator[Callable[..., tuple[Tensor, Tensor]]]:
 
 def check_products(found: tuple[Tensor, Tensor], one: Drawn, biased: bool = True) -> None:
     bias = one.bias.double() if biased else None
-    expected = products_reference(one.given.double(), one.weight.double(), bias, one.chosen)
+    expected = linear_reference(one.given.double(), one.weight.double(), bias, one.chosen)
     torch.testing.assert_close(found[0].double(), expected, rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(found[1], mixed_reference(found[0], one.chosen, one.weights), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[1], combine_reference(found[0], one.chosen, one.weights), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [1, 17, TOKENS])
@@ -82,7 +82,7 @@ def check_products(found: tuple[Tensor, Tensor], one: Drawn, biased: bool = True
 def test_they_are_products(interpreted: Callable[..., tuple[Tensor, Tensor]], shape: Any, tokens: int) -> None:
     one = drawn(shape).of(slice(tokens))
     check_products(interpreted(one), one)
-    check_products(interpreted(one, turned=True, biased=False), one, biased=False)
+    check_products(interpreted(one, transposed=True, biased=False), one, biased=False)
 
 
 @pytest.mark.parametrize("expert", [0, 3])
@@ -107,13 +107,13 @@ def test_every_pair_is_in_one_tile_of_its_expert(numbers: tuple[int, int]) -> No
     tokens, experts = numbers
     chosen = drawn((2, experts, 8, 8), tokens=tokens).chosen
     with in_one_order() as call:
-        shares = call(shares_of, chosen, experts)
+        tiles = call(tiles_of, chosen, experts)
     seen = []
-    for expert, count, *pairs in shares.tiles.tolist():
+    for expert, count, *pairs in tiles.table.tolist():
         assert all(chosen.flatten()[pair] == expert for pair in pairs[:count])
         seen += pairs[:count]
     assert sorted(seen) == list(range(2 * tokens))
-    assert len(shares.tiles) == min(2 * tokens, 2 * tokens // shares.wide + experts)
+    assert len(tiles.table) == min(2 * tokens, 2 * tokens // tiles.block_pairs + experts)
 
 
 def parting(call: Callable[..., tuple[Tensor, Tensor]], one: Drawn) -> list[str]:
@@ -160,24 +160,30 @@ def test_an_order_that_depends_on_the_width_is_found() -> None:
         assert parting(lambda one: call(multiplied, one), drawn(SHAPES["two of four"], torch.float32))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_kernel_compiles_for_a_gpu_with_one_kind_of_product(turned: bool) -> None:
-    pointers = dict.fromkeys(("given", "weight", "bias", "out"), "*bf16") | {"told": "*i32"}
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_compiles_for_a_gpu_with_one_kind_of_product(transposed: bool) -> None:
+    pointers = dict.fromkeys(("rows", "weight", "bias", "out"), "*bf16") | {"table": "*i32"}
     for wide in (16, 32, 64, 128):
         tiling = tiling_of(wide, 1)
-        fixed = {"tile": tiling.outputs, "wide": wide, "step": tiling.step, "whole": True, "turned": turned}
+        fixed = {
+            "block_outputs": tiling.outputs,
+            "block_pairs": wide,
+            "step": tiling.step,
+            "even": True,
+            "transposed": transposed,
+        }
         options = {"num_warps": tiling.warps, "num_stages": stages_of(tiling, 128, 132)}
-        code = ptx_of(kernel._products, pointers, fixed, options)
+        code = ptx_of(kernel._linear, pointers, fixed, options)
         assert set(re.findall(r"wgmma\.mma_async\.\S+?\.(m64)n\d+(k16\.\S+)", code)) == {("m64", "k16.f32.bf16.bf16")}
         assert "mma.sync" not in code
 
 
 def test_the_other_kernels_compile_for_a_gpu() -> None:
     for by_pairs in (True, False):
-        fixed: dict[str, Any] = {"wide": 16, "by_pairs": by_pairs, "at_once": kernel.AT_ONCE}
-        assert ptx_of(kernel._share, {"chosen": "*i64", "told": "*i32"}, fixed, {})
-    pointers = {"found": "*bf16", "chosen": "*i64", "weights": "*fp32", "out": "*bf16"}
-    assert ptx_of(kernel._mix, pointers, {"choices": 8, "columns": kernel.COLUMNS}, {})
+        fixed: dict[str, Any] = {"block_pairs": 16, "by_pairs": by_pairs, "counted": kernel.COUNTED}
+        assert ptx_of(kernel._assign, {"chosen": "*i64", "table": "*i32"}, fixed, {})
+    pointers = {"results": "*bf16", "chosen": "*i64", "weights": "*fp32", "out": "*bf16"}
+    assert ptx_of(kernel._combine, pointers, {"choices": 8, "columns": kernel.COLUMNS}, {})
 
 
 class Experts(nn.Module):
@@ -201,7 +207,7 @@ class Experts(nn.Module):
 
 KINDS = {
     "gated": (True, False, False, False),
-    "with biases, turned": (True, True, True, False),
+    "with biases, transposed": (True, True, True, False),
     "without gates": (False, True, False, False),
     "with a norm": (True, False, False, True),
 }
@@ -249,8 +255,8 @@ def logits_of(family: str, name: str, dtype: torch.dtype) -> Tensor:
     model = model_of(family).to(dtype)
     calls: list[int] = []
     with on_a_cpu(dtype), pytest.MonkeyPatch.context() as patch:
-        mix = kernel.mixed
-        patch.setattr(kernel, "mixed", lambda *given: calls.append(1) or mix(*given))
+        mix = kernel.combine
+        patch.setattr(kernel, "combine", lambda *given: calls.append(1) or mix(*given))
         with borrowed_attention(model, configs_of(model), {"_experts_implementation": name}):
             logits: Tensor = model(torch.arange(12)[None] % VOCAB).logits
     assert bool(calls) == (name == NAME)
@@ -311,25 +317,25 @@ GPU_SHAPES = {  # choices, experts, inputs, outputs
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", GPU_SHAPES.values(), ids=GPU_SHAPES)
-def test_a_token_has_the_same_bits_in_every_pass_on_a_gpu(shape: Any, dtype: torch.dtype, turned: bool) -> None:
+def test_a_token_has_the_same_bits_in_every_pass_on_a_gpu(shape: Any, dtype: torch.dtype, transposed: bool) -> None:
     choices, experts, inputs, outputs = shape
     generator = torch.Generator("cuda").manual_seed(0)
     told: dict[str, Any] = {"generator": generator, "device": "cuda"}
     chosen = torch.rand((520, experts), **told).topk(choices).indices
-    sizes = (experts, inputs, outputs) if turned else (experts, outputs, inputs)
+    sizes = (experts, inputs, outputs) if transposed else (experts, outputs, inputs)
     weight = torch.randn(sizes, dtype=dtype, **told) / inputs**0.5
-    weight = weight.transpose(1, 2) if turned else weight
+    weight = weight.transpose(1, 2) if transposed else weight
     bias = torch.randn((experts, outputs), dtype=dtype, **told)
     given = torch.randn((520, inputs), dtype=dtype, **told)
     one = Drawn(given, weight, bias, chosen, torch.rand(chosen.shape, **told))
 
     def call(some: Drawn) -> tuple[Tensor, Tensor]:
-        shares = shares_of(some.chosen, experts)
-        found = kernel.products(some.given, weight, bias, shares)
-        return found, mixed(found, some.chosen, some.weights, experts)
+        tiles = tiles_of(some.chosen, experts)
+        found = kernel.linear(some.given, weight, bias, tiles)
+        return found, combine(found, some.chosen, some.weights, experts)
 
     whole = call(one)
     for first, count in ((0, 1), (519, 1), (7, 2), (3, 8), (40, 17), (70, 64), (100, 200), (1, 512)):
@@ -337,9 +343,9 @@ def test_a_token_has_the_same_bits_in_every_pass_on_a_gpu(shape: Any, dtype: tor
         assert torch.equal(pairs, whole[0][first * choices : (first + count) * choices]), (first, count)
         assert torch.equal(tokens, whole[1][first : first + count]), (first, count)
     few = one.of(slice(4))
-    expected = products_reference(few.given.float(), weight.float(), bias.float(), few.chosen)
+    expected = linear_reference(few.given.float(), weight.float(), bias.float(), few.chosen)
     torch.testing.assert_close(call(few)[0].float(), expected, rtol=1e-2, atol=2e-2)
-    torch.testing.assert_close(whole[1], mixed_reference(whole[0], chosen, one.weights), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(whole[1], combine_reference(whole[0], chosen, one.weights), rtol=1e-2, atol=1e-2)
 
 
 EXACT = ("mixtral", "qwen3_moe", "gpt_oss", "gpt2", "opt", "gpt_neox", "cohere", "deepseek_v3")

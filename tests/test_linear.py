@@ -18,11 +18,11 @@ from draftgraph.engine.borrowing import Fusions, Linears
 from draftgraph.kernels import fused
 from draftgraph.kernels import linear as kernel
 from draftgraph.kernels.fused import gated_triton
-from draftgraph.kernels.linear import IN_SINGLE, _products, parts_of, products, stages_of, tiling_of
+from draftgraph.kernels.linear import FLOAT32_TILING, _linear, linears, new_counters, splits_of, stages_of, tiling_of
 
 SHAPES = {  # outputs of weights that are multiplied together, inputs
-    "in parts": ((96,), 2048),
-    "in one": ((300,), 64),
+    "split": ((96,), 2048),
+    "not split": ((300,), 64),
     "with a rest": ((33,), 1100),
     "smaller than a tile": ((10,), 24),
     "two": ((70, 130), 1024),
@@ -34,7 +34,7 @@ Drawn = tuple[Tensor, list[Tensor], list[Tensor]]
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., list[Tensor]]]:
     with in_one_order() as call:
-        yield lambda *arguments: call(products, *arguments)
+        yield lambda *arguments: call(linears, *arguments)
 
 
 def drawn(sizes: tuple[int, ...], inputs: int, rows: int = 150, dtype: torch.dtype = torch.float16) -> Drawn:
@@ -74,21 +74,21 @@ def test_a_row_has_the_same_bits_in_every_pass(
     assert torch.equal(bits(turned), whole)
 
 
-def with_turned(given: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+def with_transposed(given: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     """The same weights with their outputs side by side, as those of GPT-2 lie, and nothing is copied."""
     weights = [weight.t().contiguous().t() for weight in weights]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "contiguous", None)
-        return products(given, weights, biases)
+        return linears(given, weights, biases)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES.values() if len(shape[0]) == 1], ids=str)
-def test_weights_may_lie_turned(interpreted: Callable[..., list[Tensor]], shape: Any) -> None:
+def test_weights_may_be_transposed(interpreted: Callable[..., list[Tensor]], shape: Any) -> None:
     given, weights, biases = drawn(*shape, dtype=torch.float32)
     with in_one_order() as call:
         for rows in (1, 65):
             found, expected = (
-                call(with_turned, given[:rows], weights, biases),
+                call(with_transposed, given[:rows], weights, biases),
                 interpreted(given[:rows], weights, biases),
             )
             assert torch.equal(bits(found), bits(expected))
@@ -103,67 +103,73 @@ def test_weights_that_lie_in_several_ways_are_multiplied_together(
     assert torch.equal(bits(interpreted(given[:3], mixed, biases)), bits(expected))
 
 
-def test_parts_that_depend_on_the_rows_are_found(interpreted: Callable[..., list[Tensor]]) -> None:
-    """A planted fault: one row is multiplied in more parts than many."""
-    given, weights, biases = drawn(*SHAPES["in parts"], dtype=torch.float32)
-    assert parts_of(*weights[0].shape) == 8
+def test_splits_that_depend_on_the_rows_are_found(interpreted: Callable[..., list[Tensor]]) -> None:
+    """A planted fault: one row is multiplied in more splits than many."""
+    given, weights, biases = drawn(*SHAPES["split"], dtype=torch.float32)
+    assert splits_of(*weights[0].shape) == 8
     (whole,) = interpreted(given, weights, biases)
     assert torch.equal(interpreted(given[:1], weights, biases)[0], whole[:1])
-    with in_one_order(MOST_PARTS=2) as call:
-        assert not torch.equal(call(products, given[:1], weights, biases)[0], whole[:1])
+    with in_one_order(MOST_SPLITS=2) as call:
+        assert not torch.equal(call(linears, given[:1], weights, biases)[0], whole[:1])
 
 
 def counted(given: Tensor, weights: list[Tensor], biases: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    met = kernel.counters(given.device)
-    products(given, weights, biases, met)
-    return products(given, weights, biases, met), met
+    counters = new_counters(given.device)
+    linears(given, weights, biases, counters)
+    return linears(given, weights, biases, counters), counters
 
 
 def test_counters_are_ready_for_the_next_launch() -> None:
-    given, weights, biases = drawn(*SHAPES["in parts"])
+    given, weights, biases = drawn(*SHAPES["split"])
     with in_one_order() as call:
-        (found,), met = call(counted, given[:3], weights, biases)
-        assert torch.equal(found, call(products, given[:3], weights, biases)[0])
-    assert not met.any()
+        (found,), counters = call(counted, given[:3], weights, biases)
+        assert torch.equal(found, call(linears, given[:3], weights, biases)[0])
+    assert not counters.any()
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows", [1, 64, 512])
-def test_the_kernel_compiles_for_a_gpu_with_one_kind_of_product(rows: int, turned: bool) -> None:
+def test_the_kernel_compiles_for_a_gpu_with_one_kind_of_product(rows: int, transposed: bool) -> None:
     """Bits would depend on the width of a pass if narrow and wide tiles walked along the inputs in other steps."""
-    pointers = dict.fromkeys(("given", *(f"{name}{one}" for name in ("weight", "out") for one in range(3))), "*bf16")
-    pointers |= {"sums": "*fp32", "met": "*i32"}
-    for parts, apart in ((1, False), (4, False), (4, True)):
-        tiling = tiling_of(rows, parts)
+    pointers = dict.fromkeys(("rows", *(f"{name}{one}" for name in ("weight", "out") for one in range(3))), "*bf16")
+    pointers |= {"partials": "*fp32", "counters": "*i32"}
+    for splits, split_k in ((1, False), (4, False), (4, True)):
+        tiling = tiling_of(rows, splits)
         fixed = dict.fromkeys(("bias0", "bias1", "bias2"))
-        fixed |= {"tile": tiling.outputs, "wide": tiling.rows, "step": tiling.step, "parts": parts}
+        fixed |= {"block_outputs": tiling.outputs, "block_rows": tiling.rows, "step": tiling.step, "splits": splits}
         options = {"num_warps": tiling.warps, "num_stages": stages_of(tiling, 128, 132)}
         for activation in (None, "silu"):
-            told = {"apart": apart, "whole": True, "turned": turned, "activation": activation}
-            code = ptx_of(_products, pointers, fixed | told, options)
+            told = {"split_k": split_k, "even": True, "transposed": transposed, "activation": activation}
+            code = ptx_of(_linear, pointers, fixed | told, options)
             kinds = set(re.findall(r"wgmma\.mma_async\.\S+?\.(m64)n\d+(k16\.\S+)", code))
             assert kinds == {("m64", "k16.f32.bf16.bf16")} and "mma.sync" not in code
 
 
 def in_single(given: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    return products(given, weights, biases, tiling=IN_SINGLE)
+    return linears(given, weights, biases, tiling=FLOAT32_TILING)
 
 
 def test_products_in_float32_are_those_of_no_tensor_core(interpreted: Callable[..., list[Tensor]]) -> None:
-    given, weights, biases = drawn(*SHAPES["in parts"], dtype=torch.float32)
+    given, weights, biases = drawn(*SHAPES["split"], dtype=torch.float32)
     with in_one_order() as call:
         whole = call(in_single, given, weights, biases)
         assert torch.equal(bits(call(in_single, given[40:57], weights, biases)), bits(whole)[40:57])
     torch.testing.assert_close(whole, interpreted(given, weights, biases))
     pointers = dict.fromkeys(
-        ("given", *(f"{name}{one}" for name in ("weight", "out", "bias") for one in range(3))), "*fp32"
+        ("rows", *(f"{name}{one}" for name in ("weight", "out", "bias") for one in range(3))), "*fp32"
     )
-    fixed = {"tile": IN_SINGLE.outputs, "wide": IN_SINGLE.rows, "step": IN_SINGLE.step, "parts": 8, "apart": True}
-    options = {"num_warps": IN_SINGLE.warps, "num_stages": 6}
+    fixed = {
+        "block_outputs": FLOAT32_TILING.outputs,
+        "block_rows": FLOAT32_TILING.rows,
+        "step": FLOAT32_TILING.step,
+        "splits": 8,
+        "split_k": True,
+    }
+    options = {"num_warps": FLOAT32_TILING.warps, "num_stages": 6}
     code = ptx_of(
-        _products,
-        pointers | {"sums": "*fp32", "met": "*i32"},
-        fixed | {"whole": True, "turned": False, "activation": None},
+        _linear,
+        pointers | {"partials": "*fp32", "counters": "*i32"},
+        fixed | {"even": True, "transposed": False, "activation": None},
         options,
     )
     assert "mma" not in code and "fma.rn.f32" in code
@@ -182,18 +188,18 @@ GPU_SHAPES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", GPU_SHAPES.values(), ids=GPU_SHAPES)
-def test_a_row_has_the_same_bits_in_every_pass_on_a_gpu(shape: Any, dtype: torch.dtype, turned: bool) -> None:
+def test_a_row_has_the_same_bits_in_every_pass_on_a_gpu(shape: Any, dtype: torch.dtype, transposed: bool) -> None:
     given, weights, biases = drawn(*shape, rows=520, dtype=dtype)
     given, *rest = (one.cuda() for one in (given, *weights, *biases))
     weights, biases = rest[: len(weights)], rest[len(weights) :]
-    if turned:
+    if transposed:
         weights = [weight.t().contiguous().t() for weight in weights]
-    whole = bits(products(given, weights, biases))
+    whole = bits(linears(given, weights, biases))
     for first, count in ((0, 1), (519, 1), (7, 2), (3, 8), (40, 17), (9, 33), (70, 64), (20, 65), (100, 200), (1, 512)):
-        some = products(given[first : first + count], weights, biases)
+        some = linears(given[first : first + count], weights, biases)
         assert torch.equal(bits(some), whole[first : first + count]), (first, count)
     more = zip(weights, biases, strict=True)
     expected = torch.cat([linear(given.double(), weight.double(), bias.double()) for weight, bias in more], dim=-1)
@@ -236,11 +242,11 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 def test_layers_that_read_the_same_states_share_a_launch(layers: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[list[int]] = []
 
-    def noted(given: Tensor, weights: list[Tensor], biases: Any, met: Any) -> list[Tensor]:
+    def noted(given: Tensor, weights: list[Tensor], biases: Any, counters: Any) -> list[Tensor]:
         launched.append([len(weight) for weight in weights])
         return [linear(given, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
-    monkeypatch.setattr(kernel, "products", noted)
+    monkeypatch.setattr(kernel, "linears", noted)
     attention, given = layers[0], torch.randn(1, 5, 32, dtype=torch.bfloat16)
     with torch.no_grad():
         before = attention(given)
@@ -261,11 +267,11 @@ def test_only_layers_in_half_precision_are_borrowed_and_all_are_given_back(layer
 
 
 def gated(given: Tensor, weights: list[Tensor], biases: Any, activation: str) -> Tensor:
-    return products(given, weights, biases, activation=activation)[0]
+    return linears(given, weights, biases, activation=activation)[0]
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("sizes", [((300, 300), 64), ((70, 70), 1024)], ids=["in one", "in parts"])
+@pytest.mark.parametrize("sizes", [((300, 300), 64), ((70, 70), 1024)], ids=["not split", "split"])
 def test_a_gated_mlp_is_the_same_in_one_launch(sizes: Any, activation: str) -> None:
     """To the bit what its products and the gate are one after the other, also where a pass is wide."""
     given, weights, biases = drawn(*sizes, dtype=torch.bfloat16)
@@ -273,7 +279,7 @@ def test_a_gated_mlp_is_the_same_in_one_launch(sizes: Any, activation: str) -> N
         for rows in (1, 20, 150):
             for more in (None, biases):
                 told = given[:rows], weights, [None, None] if more is None else more
-                gate, up = call(products, *told)
+                gate, up = call(linears, *told)
                 expected = call(gated_triton, gate, up, activation)
                 assert torch.equal(call(gated, *told, activation), expected), rows
 
@@ -299,12 +305,12 @@ class GatedMlp(nn.Module):
 def test_a_fused_mlp_takes_two_launches(layers: nn.Module, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
 
-    def noted(given: Tensor, weights: Any, biases: Any, met: Any, activation: str | None = None) -> list[Tensor]:
+    def noted(given: Tensor, weights: Any, biases: Any, counters: Any, activation: str | None = None) -> list[Tensor]:
         launched.append(activation)
         found = [linear(given, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         return found if activation is None else [fused.gated(*found, activation)]
 
-    monkeypatch.setattr(kernel, "products", noted)
+    monkeypatch.setattr(kernel, "linears", noted)
     mlp, given = GatedMlp(whole).to(torch.bfloat16), torch.randn(1, 5, 32, dtype=torch.bfloat16)
     with torch.no_grad():
         before = mlp(given)

@@ -29,7 +29,7 @@ def story_by_kernels(name: str) -> list[Tensor]:
     from draftgraph.kernels import attention, fused
 
     def attend(*given: Any) -> Tensor:
-        return attention.attend_triton(*given, shares=2)
+        return attention.attend_triton(*given, splits=2)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "attend_reference", attend)

@@ -109,16 +109,16 @@ def test_on_a_gpu_products_of_plain_weights_go_in_tiles(dtype: torch.dtype, monk
     """`meta` stands in for it: nothing is computed there."""
     told: list[Any] = []
 
-    def products(given: Tensor, weights: list[Tensor], *more: Any) -> list[Tensor]:
+    def linears(given: Tensor, weights: list[Tensor], *more: Any) -> list[Tensor]:
         told.append((given.shape, [weight.shape for weight in weights], *more))
         return [torch.empty((len(given), len(weights[0])), dtype=given.dtype, device=given.device)]
 
-    monkeypatch.setattr(tiles, "products", products)
+    monkeypatch.setattr(tiles, "linears", linears)
     monkeypatch.setattr(rows, "compiles_for", lambda device: device.type == "meta")
     here, met = torch.device("meta"), torch.zeros(1)
     layer, turned = nn.Linear(8, 6, device=here, dtype=dtype), Conv1D(6, 8).to(here, dtype)
     x, stack = torch.empty(1, 3, 8, device=here, dtype=dtype), torch.empty(1, 8, 5, device=here, dtype=dtype)
-    tiling = tiles.IN_SINGLE if dtype == torch.float32 else None
+    tiling = tiles.FLOAT32_TILING if dtype == torch.float32 else None
     with torch.no_grad(), rows_apart(here, met):
         for found, bias in (
             (layer(x), layer.bias),

@@ -218,14 +218,16 @@ class Linears:
             groups = [] if split_alone else groups_of(model)
             like = local_part(next(model.parameters()))
             in_tiles = not split_alone and like.dtype in linear.DTYPES and compiles_for(like.device)
-            self.met = met = linear.counters(like.device) if in_tiles else None  # also of what `rows_apart` computes
+            self.counters = counters = (
+                linear.new_counters(like.device) if in_tiles else None
+            )  # also of what `rows_apart` computes
         self._forwards: Forwards = [(vars(one.module), one.compute) for one in embeddings]
         for one in parts:
             own = not split_alone and has_order(one.part)
-            product = partial(Together([one.part], met), one.part) if own else one.plain
+            product = partial(Together([one.part], counters), one.part) if own else one.plain
             self._forwards.append((vars(one.module), partial(one.compute, product)))
         for group in groups:
-            together = Together(group, met)
+            together = Together(group, counters)
             self._forwards += [(vars(module), partial(together, module)) for module in group]
 
     def borrowed(self) -> AbstractContextManager[None]:
@@ -236,8 +238,8 @@ class Linears:
 class Together:
     """Linear layers that are given the same states: who is asked first computes for all."""
 
-    def __init__(self, modules: list[nn.Linear], met: Tensor | None) -> None:
-        self._modules, self._met = modules, met
+    def __init__(self, modules: list[nn.Linear], counters: Tensor | None) -> None:
+        self._modules, self._counters = modules, counters
         self._given: Tensor | None = None
         self._found: dict[nn.Linear, Tensor] = {}
 
@@ -245,7 +247,7 @@ class Together:
         if given is not self._given or module not in self._found:
             rows = given.reshape(-1, given.shape[-1])
             weights, biases = [one.weight for one in self._modules], [one.bias for one in self._modules]
-            found = linear.products(rows, weights, biases, self._met)
+            found = linear.linears(rows, weights, biases, self._counters)
             self._given, self._found = given, dict(zip(self._modules, found, strict=True))
         own = self._found.pop(module)
         if not self._found:
@@ -262,7 +264,7 @@ class Together:
             weights = [*weights[0].chunk(2)]
             biases = [None, None] if biases[0] is None else [*biases[0].chunk(2)]
         rows = given.reshape(-1, given.shape[-1])
-        (found,) = linear.products(rows, weights, biases, self._met, activation=activation)
+        (found,) = linear.linears(rows, weights, biases, self._counters, activation=activation)
         return found.reshape(*given.shape[:-1], found.shape[-1])
 
 

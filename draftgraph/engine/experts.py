@@ -46,25 +46,25 @@ def is_plain(weight: Any) -> bool:
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What a token is given depends on that token alone. # [tokens, size], [tokens, choices] twice -> [tokens, size]"""
+    """A token's result depends on that token alone. # [tokens, size], [tokens, choices] twice -> [tokens, size]"""
     if not is_served(module) or hidden_states.dtype != module.down_proj.dtype:
         instead = private.registered_experts(capturable(hidden_states.dtype) or "grouped_mm")
         return instead(module, hidden_states, top_k_index, top_k_weights)
-    gate, shares = private.gate_of_experts(module), experts.shares_of(top_k_index, module.num_experts)
+    gate, tiles = private.gate_of_experts(module), experts.tiles_of(top_k_index, module.num_experts)
     if module.has_gate and gate is not None:
-        found = gate(product(module, "gate_up_proj", hidden_states, shares))
+        states = gate(expert_linear(module, "gate_up_proj", hidden_states, tiles))
     else:
-        found = module.act_fn(product(module, "up_proj", hidden_states, shares))
-    found = product(module, "down_proj", found, shares)
+        states = module.act_fn(expert_linear(module, "up_proj", hidden_states, tiles))
+    states = expert_linear(module, "down_proj", states, tiles)
     if getattr(module, "has_post_expert_norm", False):
-        found = module.post_expert_norm(found)
-    return experts.mixed(found, top_k_index, top_k_weights, module.num_experts)
+        states = module.post_expert_norm(states)
+    return experts.combine(states, top_k_index, top_k_weights, module.num_experts)
 
 
-def product(module: Any, name: str, given: Tensor, shares: experts.Shares) -> Tensor:
+def expert_linear(module: Any, name: str, rows: Tensor, tiles: experts.Tiles) -> Tensor:
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return experts.products(given, weight.transpose(1, 2) if module.is_transposed else weight, bias, shares)
+    return experts.linear(rows, weight.transpose(1, 2) if module.is_transposed else weight, bias, tiles)
 
 
 REGISTERED = private.register_experts(NAME, experts_forward)

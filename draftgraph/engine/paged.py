@@ -384,7 +384,7 @@ class PagedEngine:
         attention = borrowed_attention(self.model, self._configs, self._lent)
         linears, added = self._linears.borrowed(), self.adapters.added(adapters)
         read = {} if given is None else {"states": given[None]}
-        apart = rows_apart(self.device, self._linears.met)
+        apart = rows_apart(self.device, self._linears.counters)
         with apart, self._fusions.borrowed(), attention, linears, added, self._taps.reading():
             out = self.model(
                 input_ids=tokens,

@@ -49,7 +49,7 @@ class PagedPass:
     scratch_positions: Tensor  # int [sequences, words * 64]
     most_nodes: int  # of any one sequence: a shape
     views: dict[int | None, list[View]] = field(default_factory=dict, compare=False)  # of the reference, by window
-    met: dict[int, Tensor] = field(default_factory=dict, compare=False)  # counters of the kernel, by how many they are
+    counters: dict[int, Tensor] = field(default_factory=dict, compare=False)  # of the kernel, by how many they are
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -240,7 +240,7 @@ DEEP = tl.constexpr(DEEPEST)
 BUSY = 2  # programs for every processor, from which on each reads all chunks of its text
 
 # What one compiled kernel serves all values of: a text that outgrows its table must not wait for a compiler.
-NUMBERS = ("nodes", "words", "texts", "most_pages", "shares", "kept")
+NUMBERS = ("nodes", "words", "texts", "most_pages", "splits", "partials")
 DATA = (
     "starts",
     "lengths",
@@ -248,10 +248,9 @@ DATA = (
     "ancestors",
     "positions",
     "scratch_positions",
-    "bests",
-    "totals",
-    "met",
-    "exponents",
+    "partial_best",
+    "partial_total",
+    "counters",
 )
 
 
@@ -275,32 +274,32 @@ def _chunk_of(place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _is_row(lineage, length, end, words, real):  # type: ignore[no-untyped-def]
+def _is_contiguous(ancestor_row, length, end, words, valid):  # type: ignore[no-untyped-def]
     """Whether the scratch slots of these paths are the first ones, without a gap, so that they lie as a text would."""
     count = (end - length).to(tl.int64)
-    same = real
+    same = valid
     for word in range(words):
         inside = tl.minimum(tl.maximum(count - word * WORD, 0), WORD)
         ones = tl.where(inside == WORD, -1, (1 << tl.minimum(inside, WORD - 1)) - 1).to(tl.int64)
-        same = same & (tl.load(lineage + word, mask=real, other=0) == ones)
+        same = same & (tl.load(ancestor_row + word, mask=valid, other=0) == ones)
     return same
 
 
 @triton.jit
-def _slots(table, place, there):  # type: ignore[no-untyped-def]
-    """The slots of these places of a text; `there` is None where all of them are written."""
-    if there is not None:
-        page = tl.load(table + place // PAGE, mask=there, other=0)
+def _slots(table, place, exists):  # type: ignore[no-untyped-def]
+    """The slots of these places of a text; `exists` is None where all of them are written."""
+    if exists is not None:
+        page = tl.load(table + place // PAGE, mask=exists, other=0)
     else:
         page = tl.load(table + place // PAGE)
     return page.to(tl.int64) * PAGE + place % PAGE
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read(place, there, column, size: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Slots of keys or values; `there` is None where all of them are written."""
-    if there is not None:
-        states = tl.load(place, mask=there[:, None] & (column < size)[None, :], other=0.0)
+def _read(place, exists, column, size: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Slots of keys or values; `exists` is None where all of them are written."""
+    if exists is not None:
+        states = tl.load(place, mask=exists[:, None] & (column < size)[None, :], other=0.0)
     elif size < columns:
         states = tl.load(place, mask=(column < size)[None, :], other=0.0)
     else:
@@ -310,7 +309,7 @@ def _read(place, there, column, size: tl.constexpr, columns: tl.constexpr):  # t
 
 @triton.jit
 def _exponents(k, q, seen, scale, cap):  # type: ignore[no-untyped-def]
-    """Of the weights that queries give to keys. # [slots, size], [size, queries] -> [slots, queries]"""
+    """Of the weights that queries give to keys. # [keys, size], [size, queries] -> [keys, queries]"""
     score = tl.dot(k, q, input_precision="ieee")
     if cap is not None:
         score = cap - 2.0 * cap / (tl.exp2(score * scale) + 1.0)  # a tanh
@@ -320,17 +319,17 @@ def _exponents(k, q, seen, scale, cap):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _merged(best, total, mixed, other_best, other_total, other_mixed):  # type: ignore[no-untyped-def]
-    """What queries have attended to, and now the next chunk."""
+def _merged(best, total, acc, other_best, other_total, other_acc):  # type: ignore[no-untyped-def]
+    """The softmax over all chunks so far, and now over one more."""
     higher = tl.maximum(best, other_best)
-    shrink, share = tl.exp2(best - higher), tl.exp2(other_best - higher)
-    return higher, total * shrink + other_total * share, mixed * shrink[None, :] + other_mixed * share[None, :]
+    scale, other_scale = tl.exp2(best - higher), tl.exp2(other_best - higher)
+    return higher, total * scale + other_total * other_scale, acc * scale[None, :] + other_acc * other_scale[None, :]
 
 
 @triton.jit
-def _late(  # type: ignore[no-untyped-def]
-    at, late, in_text, least_base, most_direct, most_scratch, base, direct, length, lineage, loose, nearest, table,
-    stands, window,
+def _tail_keys(  # type: ignore[no-untyped-def]
+    at, tail_offset, in_text, first_tail_start, last_contiguous, most_scratch, tail_start, contiguous, length,
+    ancestor_row, is_branching, window_start, table, scratch_places, window,
 ):  # fmt: skip
     """Keys of the tail from the `at`-th on: first those that lie as a text does, then scratch slots in their order,
     which is that of every path. Their slots, whether they are written, and who sees them.
@@ -338,182 +337,189 @@ def _late(  # type: ignore[no-untyped-def]
     # [keys] twice, [keys, queries]
     """
     is_text, scratch = at < in_text, tl.maximum(at - in_text, 0)
-    place = tl.where(is_text, least_base + at, length + scratch) + late
-    there = place < tl.where(is_text, most_direct, length + most_scratch)
-    bits = tl.load(lineage + scratch // WORD, mask=loose & (at >= in_text), other=0)
-    is_ancestor = (bits[None, :] >> ((scratch + late) % WORD).to(tl.int64)[:, None]) & 1 != 0
-    seen = is_ancestor | ((place[:, None] >= base[None, :]) & (place[:, None] < direct[None, :]) & is_text)
+    place = tl.where(is_text, first_tail_start + at, length + scratch) + tail_offset
+    exists = place < tl.where(is_text, last_contiguous, length + most_scratch)
+    bits = tl.load(ancestor_row + scratch // WORD, mask=is_branching & (at >= in_text), other=0)
+    is_ancestor = (bits[None, :] >> ((scratch + tail_offset) % WORD).to(tl.int64)[:, None]) & 1 != 0
+    in_tail = (place[:, None] >= tail_start[None, :]) & (place[:, None] < contiguous[None, :])
+    seen = is_ancestor | (in_tail & is_text)
     if window is not None:
-        stand = tl.load(stands + scratch + late, mask=there & (at >= in_text), other=0).to(tl.int32)
-        seen = seen & (tl.where(is_text, place, stand)[:, None] >= nearest[None, :])
-    return _slots(table, place, there), there, seen
+        pointers = scratch_places + scratch + tail_offset
+        scratch_place = tl.load(pointers, mask=exists & (at >= in_text), other=0).to(tl.int32)
+        seen = seen & (tl.where(is_text, place, scratch_place)[:, None] >= window_start[None, :])
+    return _slots(table, place, exists), exists, seen
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=DATA)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, key, value, starts, lengths, pages, ancestors, positions, scratch_positions, sinks, out, bests, totals,
-    parts, met, scale, cap, window, log2e, nodes, words, texts, most_pages, shares, kept,
+    query, key, value, starts, lengths, pages, ancestors, positions, scratch_positions, sinks, out, partial_best,
+    partial_total, partial_acc, counters, scale, cap, window, log2e, nodes, words, texts, most_pages, splits, partials,
     query_head, query_node, key_head, key_slot, value_head, value_slot,
     heads: tl.constexpr, size: tl.constexpr, columns: tl.constexpr, value_size: tl.constexpr,
-    value_columns: tl.constexpr, queries: tl.constexpr, slots: tl.constexpr, late_slots: tl.constexpr,
-    padded_texts: tl.constexpr, alone: tl.constexpr,
+    value_columns: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr, tail_block: tl.constexpr,
+    padded_texts: tl.constexpr, single: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries (nodes of one text times the heads of a group) over all chunks of that text (`alone`), or
-    over one in `shares` of them; the tail is a chunk behind them.
+    """One tile of queries (nodes of one text times the heads of a group) over all chunks of that text (`single`), or
+    over one in `splits` of them; the tail is a chunk behind them.
 
     Text t has the tiles from starts[t] * heads // queries + t on: as many as it needs, or one too many. Behind the
     last text come the nodes that only fill the pass up.
     """
-    tile_number, share = tl.program_id(0) // shares, tl.program_id(0) % shares
+    tile_number, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     group = tl.program_id(1).to(tl.int64)
-    counter = met + tile_number * tl.num_programs(1) + tl.program_id(1)
+    counter = counters + tile_number * tl.num_programs(1) + tl.program_id(1)
     each = tl.arange(0, padded_texts)
     begins = tl.load(starts + each, mask=each <= texts, other=0)
-    text = tl.sum(((each <= texts) & (begins * heads // queries + each <= tile_number)).to(tl.int32), axis=0) - 1
+    text = tl.sum(((each <= texts) & (begins * heads // block_queries + each <= tile_number)).to(tl.int32), axis=0) - 1
     is_text = text < texts
     first_node = tl.load(starts + text)
     count = tl.load(starts + text + 1, mask=is_text, other=0)
     count = tl.where(is_text, count, nodes) - first_node
-    tile = tile_number - first_node * heads // queries - text
-    if tile * queries >= count * heads:
+    tile = tile_number - first_node * heads // block_queries - text
+    if tile * block_queries >= count * heads:
         return
 
-    column, value_column, slot = tl.arange(0, columns), tl.arange(0, value_columns), tl.arange(0, slots)
-    which = tile * queries + tl.arange(0, queries)
-    real = which < count * heads
-    node, head = first_node + which // heads, group * heads + which % heads
+    column, value_column, offset = tl.arange(0, columns), tl.arange(0, value_columns), tl.arange(0, block_keys)
+    index = tile * block_queries + tl.arange(0, block_queries)
+    valid = index < count * heads
+    node, head = first_node + index // heads, group * heads + index % heads
     length = tl.load(lengths + text, mask=is_text, other=0).to(tl.int32)
-    lineage = ancestors + node.to(tl.int64) * words
-    position = tl.load(positions + node, mask=real & is_text, other=-1).to(tl.int32)
+    ancestor_row = ancestors + node.to(tl.int64) * words
+    position = tl.load(positions + node, mask=valid & is_text, other=-1).to(tl.int32)
     end = position + 1
-    is_row = _is_row(lineage, length, end, words, real & is_text)
-    direct = tl.where(is_row, end, tl.minimum(length, end))  # places that lie as a text does
-    base = tl.minimum(tl.maximum(end - DEEP, 0), direct) // slots * slots  # where the tail begins
-    nearest, first = position, 0  # the first places that are seen, where there is a window
+    is_contiguous = _is_contiguous(ancestor_row, length, end, words, valid & is_text)
+    contiguous = tl.where(is_contiguous, end, tl.minimum(length, end))  # places that lie as a text does
+    tail_start = tl.minimum(tl.maximum(end - DEEP, 0), contiguous) // block_keys * block_keys  # where the tail begins
+    window_start, first = position, 0  # the first places that are seen, where there is a window
     if window is not None:
-        nearest = position - window + 1
-        first = tl.maximum(tl.min(tl.where(real, nearest, 2**30), axis=0), 0) // slots * slots
-    most_base = tl.max(base, axis=0)
-    chunks = tl.where(most_base > 0, _chunk_of(most_base - 1) + 1, 0)
-    if share > chunks:
+        window_start = position - window + 1
+        first = tl.maximum(tl.min(tl.where(valid, window_start, 2**30), axis=0), 0) // block_keys * block_keys
+    last_tail_start = tl.max(tail_start, axis=0)
+    chunks = tl.where(last_tail_start > 0, _chunk_of(last_tail_start - 1) + 1, 0)
+    if split > chunks:
         return
 
-    q_place = column[:, None] + (head * query_head + node.to(tl.int64) * query_node)[None, :]
-    q = tl.load(query + q_place, mask=(column < size)[:, None] & real[None, :], other=0.0)
-    written = (value_column < value_size)[:, None] & real[None, :]
+    q_pointers = column[:, None] + (head * query_head + node.to(tl.int64) * query_node)[None, :]
+    q = tl.load(query + q_pointers, mask=(column < size)[:, None] & valid[None, :], other=0.0)
+    valid_values = (value_column < value_size)[:, None] & valid[None, :]
     keys, values = key + group * key_head + column[None, :], value + group * value_head + value_column[None, :]
     table = pages + text.to(tl.int64) * most_pages
-    query_place = first_node * heads + which
-    best = tl.full([queries], LOWEST, tl.float32)
-    total = tl.zeros([queries], tl.float32)
-    mixed = tl.zeros([value_columns, queries], tl.float32)
+    query_place = first_node * heads + index
+    best = tl.full([block_queries], LOWEST, tl.float32)
+    total = tl.zeros([block_queries], tl.float32)
+    acc = tl.zeros([value_columns, block_queries], tl.float32)
 
-    for chunk in range(share, chunks, shares):
-        chunk_best = tl.full([queries], LOWEST, tl.float32)
-        chunk_total = tl.zeros([queries], tl.float32)
-        chunk_mixed = tl.zeros([value_columns, queries], tl.float32)
-        for at in range(tl.maximum(_chunk_start(chunk), first), tl.minimum(_chunk_start(chunk + 1), most_base), slots):
-            here = _slots(table, at + slot, None)
-            k = _read(keys + here[:, None] * key_slot, None, column, size, columns)
-            v = _read(values + here[:, None] * value_slot, None, value_column, value_size, value_columns)
-            seen = (at < base)[None, :] & (slot >= 0)[:, None]
+    for chunk in range(split, chunks, splits):
+        chunk_best = tl.full([block_queries], LOWEST, tl.float32)
+        chunk_total = tl.zeros([block_queries], tl.float32)
+        chunk_acc = tl.zeros([value_columns, block_queries], tl.float32)
+        chunk_end = tl.minimum(_chunk_start(chunk + 1), last_tail_start)
+        for at in range(tl.maximum(_chunk_start(chunk), first), chunk_end, block_keys):
+            slot = _slots(table, at + offset, None)
+            k = _read(keys + slot[:, None] * key_slot, None, column, size, columns)
+            v = _read(values + slot[:, None] * value_slot, None, value_column, value_size, value_columns)
+            seen = (at < tail_start)[None, :] & (offset >= 0)[:, None]
             if window is not None:
-                seen = seen & ((at + slot)[:, None] >= nearest[None, :])
+                seen = seen & ((at + offset)[:, None] >= window_start[None, :])
             exponent = _exponents(k, q, seen, scale, cap)
             higher = tl.maximum(chunk_best, tl.max(exponent, axis=0))
             weight, shrink = tl.exp2(exponent - higher[None, :]), tl.exp2(chunk_best - higher)
             chunk_total = chunk_total * shrink + tl.sum(weight, axis=0)
-            chunk_mixed = tl.dot(tl.trans(v), weight.to(v.dtype), chunk_mixed * shrink[None, :], input_precision="ieee")
+            chunk_acc = tl.dot(tl.trans(v), weight.to(v.dtype), chunk_acc * shrink[None, :], input_precision="ieee")
             chunk_best = higher
-        if alone:
-            best, total, mixed = _merged(best, total, mixed, chunk_best, chunk_total, chunk_mixed)
+        if single:
+            best, total, acc = _merged(best, total, acc, chunk_best, chunk_total, chunk_acc)
         else:
-            kept_place = (group * kept + chunk) * nodes * heads + query_place
-            tl.store(bests + kept_place, chunk_best, mask=real)
-            tl.store(totals + kept_place, chunk_total, mask=real)
-            tl.store(parts + kept_place[None, :] * value_size + value_column[:, None], chunk_mixed, mask=written)
+            chunk_place = (group * partials + chunk) * nodes * heads + query_place
+            tl.store(partial_best + chunk_place, chunk_best, mask=valid)
+            tl.store(partial_total + chunk_place, chunk_total, mask=valid)
+            acc_pointers = partial_acc + chunk_place[None, :] * value_size + value_column[:, None]
+            tl.store(acc_pointers, chunk_acc, mask=valid_values)
 
-    if share == chunks % shares:  # the tail: first its largest exponent, then its keys one by one
-        loose = real & is_text & (is_row == 0)
-        least_base, most_direct = tl.min(tl.where(real, base, 2**30), axis=0), tl.max(direct, axis=0)
-        in_text, most_scratch = tl.cdiv(tl.maximum(most_direct - least_base, 0), slots) * slots, 0
+    if split == chunks % splits:  # the tail: first its largest exponent, then its keys one by one
+        is_branching = valid & is_text & (is_contiguous == 0)
+        first_tail_start = tl.min(tl.where(valid, tail_start, 2**30), axis=0)
+        last_contiguous = tl.max(contiguous, axis=0)
+        in_text, most_scratch = tl.cdiv(tl.maximum(last_contiguous - first_tail_start, 0), block_keys) * block_keys, 0
         lane = tl.arange(0, WORD)
         for word in range(words):
-            some = tl.reduce_or(tl.load(lineage + word, mask=loose, other=0), axis=0)
+            some = tl.reduce_or(tl.load(ancestor_row + word, mask=is_branching, other=0), axis=0)
             is_seen = (some >> lane.to(tl.int64)) & 1 != 0
             most_scratch = tl.maximum(most_scratch, tl.max(tl.where(is_seen, word * WORD + lane + 1, 0), axis=0))
-        late_keys, stands = in_text + most_scratch, scratch_positions + text * words * WORD
-        tail_best = tl.full([queries], LOWEST, tl.float32)
-        for at in range(0, late_keys, slots):
-            here, there, seen = _late(
-                at, slot, in_text, least_base, most_direct, most_scratch, base, direct, length, lineage, loose, nearest,
-                table, stands, window,
+        tail_length, scratch_places = in_text + most_scratch, scratch_positions + text * words * WORD
+        tail_best = tl.full([block_queries], LOWEST, tl.float32)
+        for at in range(0, tail_length, block_keys):
+            slot, exists, seen = _tail_keys(
+                at, offset, in_text, first_tail_start, last_contiguous, most_scratch, tail_start, contiguous, length,
+                ancestor_row, is_branching, window_start, table, scratch_places, window,
             )  # fmt: skip
-            k = _read(keys + here[:, None] * key_slot, there, column, size, columns)
+            k = _read(keys + slot[:, None] * key_slot, exists, column, size, columns)
             tail_best = tl.maximum(tail_best, tl.max(_exponents(k, q, seen, scale, cap), axis=0))
-        late, one = tl.arange(0, late_slots), tl.full([16, late_slots], 1.0, tl.float32)
-        tail_sums = tl.zeros([16, queries], tl.float32)  # the same in every row
-        tail_mixed = tl.zeros([value_columns, queries], tl.float32)
-        for at in range(0, late_keys, late_slots):
-            here, there, seen = _late(
-                at, late, in_text, least_base, most_direct, most_scratch, base, direct, length, lineage, loose, nearest,
-                table, stands, window,
+        tail_offset, one = tl.arange(0, tail_block), tl.full([16, tail_block], 1.0, tl.float32)
+        tail_sums = tl.zeros([16, block_queries], tl.float32)  # the same in every row
+        tail_acc = tl.zeros([value_columns, block_queries], tl.float32)
+        for at in range(0, tail_length, tail_block):
+            slot, exists, seen = _tail_keys(
+                at, tail_offset, in_text, first_tail_start, last_contiguous, most_scratch, tail_start, contiguous,
+                length, ancestor_row, is_branching, window_start, table, scratch_places, window,
             )  # fmt: skip
-            k = _read(keys + here[:, None] * key_slot, there, column, size, columns)
-            v = _read(values + here[:, None] * value_slot, there, value_column, value_size, value_columns)
+            k = _read(keys + slot[:, None] * key_slot, exists, column, size, columns)
+            v = _read(values + slot[:, None] * value_slot, exists, value_column, value_size, value_columns)
             weight = tl.exp2(_exponents(k, q, seen, scale, cap) - tail_best[None, :])
             tail_sums = tl.dot(one, weight, tail_sums, input_precision="ieee")
-            tail_mixed = tl.dot(tl.trans(v).to(tl.float32), weight, tail_mixed, input_precision="ieee")
+            tail_acc = tl.dot(tl.trans(v).to(tl.float32), weight, tail_acc, input_precision="ieee")
         tail_total = tl.max(tail_sums, axis=0)
-        if alone:
-            best, total, mixed = _merged(best, total, mixed, tail_best, tail_total, tail_mixed)
+        if single:
+            best, total, acc = _merged(best, total, acc, tail_best, tail_total, tail_acc)
         else:
-            tail_place = (group * kept + chunks) * nodes * heads + query_place
-            tl.store(bests + tail_place, tail_best, mask=real)
-            tl.store(totals + tail_place, tail_total, mask=real)
-            tl.store(parts + tail_place[None, :] * value_size + value_column[:, None], tail_mixed, mask=written)
+            tail_place = (group * partials + chunks) * nodes * heads + query_place
+            tl.store(partial_best + tail_place, tail_best, mask=valid)
+            tl.store(partial_total + tail_place, tail_total, mask=valid)
+            acc_pointers = partial_acc + tail_place[None, :] * value_size + value_column[:, None]
+            tl.store(acc_pointers, tail_acc, mask=valid_values)
 
     is_last = True
-    if not alone:
-        tl.debug_barrier()  # all that this program found is there before it is counted
-        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(shares - 1, chunks)
+    if not single:
+        tl.debug_barrier()  # the partial results are written before they are counted
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(splits - 1, chunks)
         if is_last:
             tl.store(counter, 0)  # for the next launch
             for number in range(chunks + 1):
-                place = (group * kept + number) * nodes * heads + query_place
-                one_best = tl.load(bests + place, mask=real, other=LOWEST, cache_modifier=".cg")
-                one_total = tl.load(totals + place, mask=real, other=0.0, cache_modifier=".cg")
-                part = parts + place[None, :] * value_size + value_column[:, None]
-                one_mixed = tl.load(part, mask=written, other=0.0, cache_modifier=".cg")
-                best, total, mixed = _merged(best, total, mixed, one_best, one_total, one_mixed)
+                place = (group * partials + number) * nodes * heads + query_place
+                other_best = tl.load(partial_best + place, mask=valid, other=LOWEST, cache_modifier=".cg")
+                other_total = tl.load(partial_total + place, mask=valid, other=0.0, cache_modifier=".cg")
+                acc_pointers = partial_acc + place[None, :] * value_size + value_column[:, None]
+                other_acc = tl.load(acc_pointers, mask=valid_values, other=0.0, cache_modifier=".cg")
+                best, total, acc = _merged(best, total, acc, other_best, other_total, other_acc)
     if is_last:
         if sinks is not None:
-            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * log2e
+            sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * log2e
             higher = tl.maximum(best, sink)
             shrink = tl.exp2(best - higher)
-            total, mixed = total * shrink + tl.exp2(sink - higher), mixed * shrink[None, :]
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[None, :]
+            total, acc = total * shrink + tl.exp2(sink - higher), acc * shrink[None, :]
+        acc = acc / tl.where(total == 0.0, 1.0, total)[None, :]
         out_place = (node * (tl.num_programs(1) * heads) + head)[None, :] * value_size + value_column[:, None]
-        tl.store(out + out_place, mixed.to(out.dtype.element_ty), mask=written)
+        tl.store(out + out_place, acc.to(out.dtype.element_ty), mask=valid_values)
 
 
 class Tiling(NamedTuple):
-    """How much a program holds at a time. Keys in a block are the same for any number of queries."""
+    """How much a program holds at a time. `block_keys` and `tail_block` are the same for any number of queries."""
 
-    queries: int
-    slots: int
-    late_slots: int  # of the tail
+    block_queries: int
+    block_keys: int
+    tail_block: int
     warps: int
     stages: int
 
     @classmethod
-    def of(cls, queries: int, columns: int, itemsize: int, shared_memory: int) -> Tiling:
+    def of(cls, block_queries: int, columns: int, itemsize: int, shared_memory: int) -> Tiling:
         if itemsize > 2:  # products in float32 know no tensor cores, and take many registers
             return cls(16, max(16, min(32, 2048 // columns)), 16, 8, 1)
-        slots = min(64, 8192 // columns)
-        room = shared_memory // 2 - RESERVE - queries * (columns + slots) * itemsize  # two programs share a processor
-        stages = max(1, min(3, room // (2 * slots * columns * itemsize)))
-        return cls(queries, slots, min(32, slots), 4, stages)
+        block_keys = min(64, 8192 // columns)
+        half = shared_memory // 2  # two programs share a processor
+        room = half - RESERVE - block_queries * (columns + block_keys) * itemsize
+        stages = max(1, min(3, room // (2 * block_keys * columns * itemsize)))
+        return cls(block_queries, block_keys, min(32, block_keys), 4, stages)
 
 
 def queries_of(rows: int, texts: int, groups: int, columns: int, enough: int) -> int:
@@ -523,10 +529,10 @@ def queries_of(rows: int, texts: int, groups: int, columns: int, enough: int) ->
     >>> [queries_of(rows, 1, 32, 128, 264) for rows in (1, 64, 256, 512)], queries_of(512, 64, 32, 128, 264)
     ([16, 16, 32, 64], 16)
     """
-    queries, most = 16, 64 if columns <= 128 else 32
-    while queries < most and queries * texts < rows and groups * (rows // queries) > enough:
-        queries *= 2
-    return queries
+    block_queries, most = 16, 64 if columns <= 128 else 32
+    while block_queries < most and block_queries * texts < rows and groups * (rows // block_queries) > enough:
+        block_queries *= 2
+    return block_queries
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -545,9 +551,9 @@ def attend_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    shares: int | None = None,
+    splits: int | None = None,
 ) -> Tensor:
-    """See `paged_attention`. `shares`: among how many programs a text is shared; None: enough to fill the device."""
+    """See `paged_attention`. `splits`: how many programs read a text; None: enough to fill the device."""
     _, all_heads, nodes, size = query.shape
     groups, (texts, most_pages) = key.shape[1], data.pages.shape
     heads, value_size = all_heads // groups, value.shape[-1]
@@ -556,29 +562,29 @@ def attend_triton(
     shared_memory = getattr(device, "shared_memory_per_block_optin", 48 * 1024)  # ROCm does not tell
     enough = BUSY * processors_of(query.device)
     most_columns = max(columns, value_columns)
-    queries = queries_of(nodes * heads, texts, groups, most_columns, enough)
-    tiling = Tiling.of(queries, most_columns, query.element_size(), shared_memory)
-    if shares is None:
-        busy = groups * max(min(texts, nodes), nodes * heads // tiling.queries)
-        shares = 1 if busy >= enough else chunks_of(most_pages * PAGE_SIZE) + 1
+    block_queries = queries_of(nodes * heads, texts, groups, most_columns, enough)
+    tiling = Tiling.of(block_queries, most_columns, query.element_size(), shared_memory)
+    if splits is None:
+        busy = groups * max(min(texts, nodes), nodes * heads // tiling.block_queries)
+        splits = 1 if busy >= enough else chunks_of(most_pages * PAGE_SIZE) + 1
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     out = query.new_empty(1, nodes, all_heads, value_size)
-    kept = (groups, chunks_of(most_pages * PAGE_SIZE) + 1, nodes * heads) if shares > 1 else (0, 0, 0)
-    parts = query.new_empty((*kept, value_size), dtype=torch.float32)
-    bests, totals = query.new_empty((2, *kept), dtype=torch.float32)
-    tiles, words = nodes * heads // tiling.queries + texts + 1, data.ancestors.shape[-1]
-    if groups * tiles not in data.met:
-        data.met[groups * tiles] = torch.zeros(groups * tiles, dtype=torch.int32, device=query.device)
-    _attend[(tiles * shares, groups)](
-        query, key, value, *(part.contiguous() for part in data.tensors), sinks, out, bests, totals, parts,
-        data.met[groups * tiles],
+    partials = (groups, chunks_of(most_pages * PAGE_SIZE) + 1, nodes * heads) if splits > 1 else (0, 0, 0)
+    partial_acc = query.new_empty((*partials, value_size), dtype=torch.float32)
+    partial_best, partial_total = query.new_empty((2, *partials), dtype=torch.float32)
+    tiles, words = nodes * heads // tiling.block_queries + texts + 1, data.ancestors.shape[-1]
+    if groups * tiles not in data.counters:
+        data.counters[groups * tiles] = torch.zeros(groups * tiles, dtype=torch.int32, device=query.device)
+    _attend[(tiles * splits, groups)](
+        query, key, value, *(part.contiguous() for part in data.tensors), sinks, out, partial_best, partial_total,
+        partial_acc, data.counters[groups * tiles],
         scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap,
         None if softcap is None else softcap * LOG2E, window, LOG2E,
-        nodes, words, texts, most_pages, shares, kept[1],
+        nodes, words, texts, most_pages, splits, partials[1],
         *(stride for part in (query, key, value) for stride in part.stride()[1:-1]),
         heads=heads, size=size, columns=columns, value_size=value_size, value_columns=value_columns,
-        queries=tiling.queries, slots=tiling.slots, late_slots=tiling.late_slots,
-        padded_texts=max(128, triton.next_power_of_2(texts + 1)), alone=shares == 1,
+        block_queries=tiling.block_queries, block_keys=tiling.block_keys, tail_block=tiling.tail_block,
+        padded_texts=max(128, triton.next_power_of_2(texts + 1)), single=splits == 1,
         num_warps=tiling.warps, num_stages=2 * tiling.stages - 1,  # page numbers come first, then what lies there
         **ROUNDING,
     )  # fmt: skip

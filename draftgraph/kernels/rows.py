@@ -239,14 +239,14 @@ def softmax(scores: int, start: int, last: int) -> None:
 
 
 @contextmanager
-def rows_apart(device: torch.device, met: Tensor | None = None) -> Iterator[None]:
+def rows_apart(device: torch.device, counters: Tensor | None = None) -> Iterator[None]:
     """In which the modules of a model run: on a CPU row by row, and PyTorch's threads keep still beside ours; on a GPU
-    in tiles, if their counters are given: see `linear.products`."""
+    in tiles, if their counters are given: see `linear.linears`."""
     if device.type == "cpu":
         with torch_alone(), RowByRow():
             yield
-    elif met is not None:
-        with RowByRow({function: partial(own_tiles, met, factors) for function, factors in FACTORS.items()}):
+    elif counters is not None:
+        with RowByRow({function: partial(own_tiles, counters, factors) for function, factors in FACTORS.items()}):
             yield
     else:
         yield
@@ -260,13 +260,13 @@ def own_rows(factors: Callable[..., Factors | None], *given: Any, **named: Any) 
     return row_product(*told) if told is not None and is_plain(*told) else None
 
 
-def own_tiles(met: Tensor, factors: Callable[..., Factors | None], *given: Any, **named: Any) -> Tensor | None:
+def own_tiles(counters: Tensor, factors: Callable[..., Factors | None], *given: Any, **named: Any) -> Tensor | None:
     told = factors(*given, **named)
     if told is None or not is_in_tiles(*told):
         return None
     rows, weight, *bias = told
-    tiling = tiles.IN_SINGLE if rows.dtype == torch.float32 else None
-    (found,) = tiles.products(rows.reshape(-1, rows.shape[-1]), [weight], bias or [None], met, tiling)
+    tiling = tiles.FLOAT32_TILING if rows.dtype == torch.float32 else None
+    (found,) = tiles.linears(rows.reshape(-1, rows.shape[-1]), [weight], bias or [None], counters, tiling)
     return found.reshape(*rows.shape[:-1], len(weight))
 
 
