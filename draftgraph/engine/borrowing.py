@@ -1,7 +1,7 @@
 """What a pass changes in the user's modules, and how it is put back.
 
 - `Loan`: no gradients, evaluation mode, an attention that takes masks.
-- `Linears`: linear layers on a GPU whose rows do not know each other.
+- `Linears`: batch-invariant linear layers on a GPU.
 - `Fusions`: norms, rotary embeddings and gated MLPs with one kernel each, wherever that was proved to be the same.
 """
 
@@ -207,36 +207,34 @@ def other_forwards(lock: RLock, forwards: Forwards) -> Iterator[None]:
 
 
 class Linears:
-    """Linear layers while `borrowed`. On a GPU in half precision each row of their products has the same bits in every
-    pass, and layers of a module that read the same states share a launch. Of layers that are split over ranks the parts
-    are computed so: see `LinearPart`."""
+    """The linear layers of a model while `borrowed`: batch invariant on a GPU in half precision, with one launch for
+    layers of a module that read the same states. Of layers that are split over ranks it is the part that lies here.
+    `parts_only`: other layers are left as they are."""
 
-    def __init__(self, model: nn.Module, split_alone: bool = False) -> None:
+    def __init__(self, model: nn.Module, parts_only: bool = False) -> None:
         self._lock = pass_lock(model)
         with self._lock:
             parts, embeddings = linear_parts(unwrapped(model)), embedding_parts(unwrapped(model))
-            groups = [] if split_alone else groups_of(model)
+            groups = [] if parts_only else groups_of(model)
             like = local_part(next(model.parameters()))
-            in_tiles = not split_alone and like.dtype in linear.DTYPES and compiles_for(like.device)
-            self.counters = counters = (
-                linear.new_counters(like.device) if in_tiles else None
-            )  # also of what `rows_apart` computes
+            invariant = not parts_only and like.dtype in linear.DTYPES and compiles_for(like.device)
+            self.counters = linear.new_counters(like.device) if invariant else None  # used by `rows_apart` too
         self._forwards: Forwards = [(vars(one.module), one.compute) for one in embeddings]
         for one in parts:
-            own = not split_alone and has_order(one.part)
-            product = partial(Together([one.part], counters), one.part) if own else one.plain
+            own = not parts_only and is_invariant(one.part)
+            product = partial(LinearGroup([one.part], self.counters), one.part) if own else one.plain
             self._forwards.append((vars(one.module), partial(one.compute, product)))
-        for group in groups:
-            together = Together(group, counters)
-            self._forwards += [(vars(module), partial(together, module)) for module in group]
+        for modules in groups:
+            group = LinearGroup(modules, self.counters)
+            self._forwards += [(vars(module), partial(group, module)) for module in modules]
 
     def borrowed(self) -> AbstractContextManager[None]:
         """For one pass."""
         return other_forwards(self._lock, self._forwards)
 
 
-class Together:
-    """Linear layers that are given the same states: who is asked first computes for all."""
+class LinearGroup:
+    """Linear layers that read the same states: the first that is called computes all of them."""
 
     def __init__(self, modules: list[nn.Linear], counters: Tensor | None) -> None:
         self._modules, self._counters = modules, counters
@@ -269,10 +267,10 @@ class Together:
 
 
 def groups_of(model: nn.Module) -> list[list[nn.Linear]]:
-    """The layers whose products have an order of their own; those that are named as siblings are together."""
+    """The layers that are batch invariant; those that are named as siblings are one group."""
     groups: list[list[nn.Linear]] = []
     for module in model.modules():
-        own: dict[str, Any] = {name: child for name, child in module.named_children() if has_order(child)}
+        own: dict[str, Any] = {name: child for name, child in module.named_children() if is_invariant(child)}
         for names in SIBLINGS:
             together = [own[name] for name in names if name in own]
             if len({(one.in_features, one.bias is None, one.weight.dtype, one.weight.device) for one in together}) == 1:
@@ -281,7 +279,7 @@ def groups_of(model: nn.Module) -> list[list[nn.Linear]]:
     return list({id(group[0]): group for group in groups}.values())
 
 
-def has_order(module: Any) -> bool:
+def is_invariant(module: Any) -> bool:
     """A plain layer with weights of 16 bits on a GPU that our kernels are made for."""
     if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
         return False
@@ -385,8 +383,8 @@ def normed(module: Any, own: Callable[[Tensor], Tensor], style: NormStyle, *give
 def gated(module: Any, activation: str, *given: Tensor, **named: Tensor) -> Tensor:
     (states,) = *given, *named.values()
     first = [child for name in ("gate_proj", "up_proj", "gate_up_proj") if (child := getattr(module, name, None))]
-    if (together := borrowed_together(first)) is not None:
-        return module.down_proj(together.gated(states, activation))  # type: ignore[no-any-return]
+    if (group := borrowed_group(first)) is not None:
+        return module.down_proj(group.gated(states, activation))  # type: ignore[no-any-return]
     if hasattr(module, "gate_up_proj"):
         gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
     else:
@@ -394,14 +392,14 @@ def gated(module: Any, activation: str, *given: Tensor, **named: Tensor) -> Tens
     return module.down_proj(fused.gated(gate, up, activation))  # type: ignore[no-any-return]
 
 
-def borrowed_together(modules: list[nn.Module]) -> Together | None:
-    """Who computes these layers in the pass that is under way, if these are all that it computes."""
+def borrowed_group(modules: list[nn.Module]) -> LinearGroup | None:
+    """The group that computes these layers in the pass that is under way, if they are all of it."""
     forwards = [vars(module).get("forward") for module in modules]
     found = {id(one.func): one.func for one in forwards if isinstance(one, partial)}
     if len(found) != 1 or None in forwards or any(map(private.is_hooked, modules)):
         return None
-    (together,) = found.values()
-    return together if isinstance(together, Together) and together.computes(modules) else None
+    (group,) = found.values()
+    return group if isinstance(group, LinearGroup) and group.computes(modules) else None
 
 
 @cache

@@ -40,7 +40,7 @@ class EagerEngine:
         self.switch = RopeSwitch.of(model)
         self.most = None if self.switch is None else 1  # the model remembers the length of the text that it last saw
         self.config = model.config.get_text_config(decoder=True)
-        self.linears = Linears(model, split_alone=True)
+        self.linears = Linears(model, parts_only=True)
         parameters = inspect.signature(unwrapped(model).forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
