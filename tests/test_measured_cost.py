@@ -275,6 +275,34 @@ def test_the_next_request_measures_again_when_steps_take_longer(
     assert measured.count == 2 and said.count("\n") == 1 and "measuring again" in said
 
 
+def test_a_process_that_may_not_measure_again_leaves_it_to_the_next(
+    measured: Measurements, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prices of a busy machine are not those of a quiet one, and most processes are short."""
+    now = 1e9
+    monkeypatch.setattr(prices.time, "time", lambda: now)
+    measured.found = latencies(0.1, target=(1e-6, 1e-6, 1e-6))
+
+    def process(new_tokens: int = 1) -> None:
+        monkeypatch.setattr(prices, "_shared", {})
+        tokens_of(new_decoder(GraphConfig(max_depth=4)), max_new_tokens=new_tokens)
+
+    process(600)
+    now += PAUSE / 2
+    process()
+    assert measured.count == 1, "a moment ago"
+    now += PAUSE
+    capsys.readouterr()
+    process(600)
+    assert measured.count == 2 and "measuring again" in capsys.readouterr().err
+    now += 2 * PAUSE
+    (file,) = cache.iterdir()
+    ratio = json.loads(file.read_text())["usual"]
+    assert ratio > 1 + OFF, "measuring does not mend it"
+    process()
+    assert measured.count == 2
+
+
 @pytest.mark.parametrize("engine", ["exact", "static"])
 def test_a_batch_that_was_prepared_measures_nothing_while_somebody_waits(
     engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

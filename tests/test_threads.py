@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from draftgraph.compiled import compiled
-from draftgraph.kernels.threads import team_of, thread_count, torch_alone
-from draftgraph.kernels.vectors import meet
+from draftgraph.kernels.threads import LONGEST, SHORTEST, clock, team_of, thread_count, torch_alone
+from draftgraph.kernels.vectors import cycles, meet, pause
 
 
 @compiled
@@ -24,8 +26,42 @@ def test_nobody_goes_on_before_all_have_met(threads: int) -> None:
     team, rounds = team_of(threads), 300
     for _ in range(5):
         seen = np.zeros((rounds + 1, threads), dtype=np.int64)
-        team.run(relay, seen, rounds)
+        team._together(relay, (seen, rounds))  # on a busy machine `run` may leave others out
         assert (seen == np.arange(rounds + 1)[:, None]).all()
+
+
+@compiled
+def uneven(thread: int, threads: int, shared: int, seen: np.ndarray, late: int) -> None:
+    """How many ran it. One of them comes late, as if its processor had been given to another program."""
+    seen[0] = threads
+    if thread == 1:
+        start = cycles()
+        while cycles() - start < late:
+            pause()
+    meet(shared, threads)
+
+
+def test_who_keeps_others_waiting_is_left_out_for_a_while() -> None:
+    team, second = team_of(2), clock()
+    time.sleep(0.1)
+    second = 10 * (clock() - second)
+
+    def runs(late: float) -> int:
+        seen = np.zeros(1, dtype=np.int64)
+        team.run(uneven, seen, int(late * second))
+        return int(seen[0])
+
+    runs(0.0)  # compiles
+    team._alone_until = 0.0
+    assert [runs(0.02), runs(0.0)] == [2, 1]
+    time.sleep(SHORTEST)
+    assert runs(0.02) == 2, "tried again"
+    team._judge(0.0, time.monotonic())
+    assert team._pause == SHORTEST, "nobody was late"
+    for _ in range(20):
+        team._judge(1.0, time.monotonic() - 1.0)
+    assert team._pause == LONGEST
+    team._alone_until = 0.0
 
 
 def test_pytorch_has_its_threads_back_afterwards() -> None:

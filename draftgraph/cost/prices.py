@@ -26,7 +26,7 @@ from draftgraph.hardware import available_cores, device_name, digest
 from draftgraph.notices import notice
 from draftgraph.stats import Stats
 
-FORMAT = 2
+FORMAT = 3
 NAMES = ("_name_or_path", "transformers_version", "draftgraph_token_map")  # tell weights apart, not what they cost
 
 Key = dict[str, Any]
@@ -61,6 +61,17 @@ class Watch:
     @property
     def due(self) -> bool:
         return self._off and self._clock() - self._measured_at >= PAUSE
+
+    @property
+    def off_by(self) -> float | None:
+        """The ratio, where it is not the usual one."""
+        return self.ratio if self._off else None
+
+    def resume(self, usual: float, off_by: float | None, age: float) -> None:
+        """Where an earlier process has left it, with prices that were measured so many seconds ago."""
+        self.usual = usual
+        if off_by is not None:
+            self.ratio, self._off, self._measured_at = off_by, True, self._clock() - age
 
     def measured(self) -> None:
         self._before = self.ratio if self._off else None
@@ -141,18 +152,23 @@ class MeasuredPricing:
     failed: bool = False
     name: str = "measured"
     in_seconds: bool = True
+    _measured_at: float = 0.0
 
     def at(self, context: int) -> CostModel:
         assert self.cost is not None
         return self.cost.at(context)
 
     def follow(self, stats: Stats, cost: CostModel) -> None:
+        before = self.watch.usual, self.watch.off_by is None
         self.watch.follow(stats, cost)
+        if self.cost is not None and before != (self.watch.usual, self.watch.off_by is None):
+            self._keep()
 
     def prepare(self, nodes: int, measure: Measure) -> bool:
         """Reads or measures what is missing for passes of so many nodes; False if that cannot be done."""
-        if self.cost is None and (known := read(self.key)) is not None:
-            self.cost = MeasuredCost(known)
+        if self.cost is None and (kept := read(self.key)) is not None:
+            self.cost, self._measured_at = MeasuredCost(kept.latencies), kept.measured_at
+            self.watch.resume(kept.usual, kept.off_by, time.time() - kept.measured_at)
         missing = self.cost is None or self.cost.latencies.bound < nodes
         if (missing or self.watch.due) and not self.failed:
             what = "measuring what passes cost on this machine, once"
@@ -169,10 +185,15 @@ class MeasuredPricing:
     def renew(self, measure: Measure) -> Latencies:
         """Measures now, and keeps the result."""
         latencies = measure()
-        write(self.key, latencies)
-        self.cost = MeasuredCost(latencies)
+        self.cost, self._measured_at = MeasuredCost(latencies), time.time()
         self.watch.measured()
+        self._keep()
         return latencies
+
+    def _keep(self) -> None:
+        """With what the watch says: a process that ends before it may measure again leaves that to the next."""
+        assert self.cost is not None
+        write(self.key, Kept(self.cost.latencies, self._measured_at, self.watch.usual, self.watch.off_by))
 
 
 _shared: dict[Path, MeasuredPricing] = {}  # by the file that keeps them
@@ -233,14 +254,25 @@ def file_of(key: Key) -> Path:
     return cache_dir() / "costs" / f"{digest(key)}.json"
 
 
-def read(key: Key) -> Latencies | None:
+@dataclass(frozen=True)
+class Kept:
+    """What the file of a pair's prices has beside its key."""
+
+    latencies: Latencies
+    measured_at: float  # by the clock of the world
+    usual: float  # see `Watch`
+    off_by: float | None
+
+
+def read(key: Key) -> Kept | None:
     """What was measured for this key; a file that is damaged, or not for it, counts for nothing."""
     file = file_of(key)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["key"] != key:
             raise ValueError("it is of another machine or model")
-        return Latencies.from_dict(content["latencies"])
+        latencies = Latencies.from_dict(content["latencies"])
+        return Kept(latencies, content["measured_at"], content["usual"], content["off_by"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -248,9 +280,9 @@ def read(key: Key) -> Latencies | None:
         return None
 
 
-def write(key: Key, latencies: Latencies) -> None:
-    file = file_of(key)
+def write(key: Key, kept: Kept) -> None:
+    file, content = file_of(key), {"key": key, **vars(kept), "latencies": kept.latencies.to_dict()}
     with suppress(OSError):  # only time is lost
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as partial:
-            partial.write_text(json.dumps({"key": key, "latencies": latencies.to_dict()}, indent=1), encoding="utf-8")
+            partial.write_text(json.dumps(content, indent=1), encoding="utf-8")

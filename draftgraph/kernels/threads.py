@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,31 +14,67 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftgraph.compiled import compiled
+from draftgraph.kernels.vectors import cycles
+
 Function = Callable[..., None]  # (thread, threads, address of what `vectors.meet` counts in, ...)
+
+LEAST_WAIT = 1.5e-4  # seconds: waking a thread that sleeps may take as long
+SHORTEST, LONGEST = 0.005, 1.0  # seconds without the others, at first and at most
 
 
 class Team:
-    """So many threads, the caller among them. Between two runs the others sleep."""
+    """So many threads, the caller among them. Between two runs the others sleep.
+
+    A thread whose processor is given to another program keeps all others waiting wherever they meet. While that costs
+    more than the others gain, the caller computes alone; now and then they are tried again.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._met = np.zeros(16, dtype=np.int64)  # a cache line that nobody else writes into
+        self._shared = np.zeros(16, dtype=np.int64)  # a cache line that nobody else writes into
         self._busy = Lock()
+        self._alone_until, self._pause = 0.0, SHORTEST
         self._jobs: list[SimpleQueue[tuple[Function, tuple[Any, ...]]]] = [SimpleQueue() for _ in range(threads - 1)]
         for number, jobs in enumerate(self._jobs, start=1):
             Thread(target=self._work, args=(number, jobs), daemon=True, name=f"draftgraph-{number}").start()
 
     def run(self, function: Function, *given: Any) -> None:
-        """Returns when all are done: the function's last act must be to meet."""
+        """Returns when all are done: the function's last act must be to meet, and its results must be the same for any
+        number of threads."""
         with self._busy:
-            for jobs in self._jobs:
-                jobs.put((function, given))
-            function(0, self.threads, self._met.ctypes.data, *given)
+            start = time.monotonic()
+            if self.threads == 1 or start < self._alone_until:
+                function(0, 1, self._shared.ctypes.data, *given)
+                return
+            first = clock()
+            self._together(function, given)
+            self._judge(int(self._shared[1]) / max(1, clock() - first), start)
+
+    def _together(self, function: Function, given: tuple[Any, ...]) -> None:
+        self._shared[1] = 0
+        for jobs in self._jobs:
+            jobs.put((function, given))
+        function(0, self.threads, self._shared.ctypes.data, *given)
+
+    def _judge(self, waited: float, start: float) -> None:
+        """Whether the caller alone would have been as quick. `waited`: by all together, in times of the run. Without
+        waiting the run takes one part in `threads` of what it takes alone."""
+        now, others = time.monotonic(), self.threads - 1
+        if waited / others > others / self.threads and waited / others * (now - start) > LEAST_WAIT:
+            self._alone_until, self._pause = now + self._pause, min(2 * self._pause, LONGEST)
+        else:
+            self._pause = SHORTEST
 
     def _work(self, number: int, jobs: SimpleQueue[tuple[Function, tuple[Any, ...]]]) -> None:
         while True:
             function, given = jobs.get()
-            function(number, self.threads, self._met.ctypes.data, *given)
+            function(number, self.threads, self._shared.ctypes.data, *given)
+
+
+@compiled
+def clock() -> int:
+    return cycles()  # type: ignore[no-any-return]
 
 
 _torch = local()

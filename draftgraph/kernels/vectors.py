@@ -25,6 +25,7 @@ from draftgraph.compiled import compiled
 LANES = 16
 HALF = 17  # what float16 is called beside 16, which is bfloat16, and 32
 PATIENCE = 20000  # looks at what another thread is going to change, about 0.2 milliseconds
+SOON = 1000  # looks: no longer than this is waited for a thread that is at work
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS, BYTES = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES), ir.VectorType(BYTE, 4 * LANES)
 HALVES, BITS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(1), LANES)
@@ -389,20 +390,30 @@ def give_way(code: Code) -> None:
     code.call(name, INT)
 
 
+@operation(whole)
+def cycles(code: Code) -> Any:
+    """Of a clock that all processors share; only differences mean anything."""
+    return code.call("llvm.readcyclecounter", LONG)
+
+
 @compiled
 def meet(shared: int, threads: int) -> None:
-    """Waits until all threads are here. `shared`: the address of a counter that only this function changes. Whoever
-    waits for long gives way: the others may have been put off their processors by other programs."""
+    """Waits until all threads are here. `shared`: the address of a counter that only this function changes, and of the
+    cycles that were waited for long. Who waits for long gives way: other programs may have the processors of others."""
     if threads > 1:
         arrived = fetch_add(shared, 1) + 1
         everyone = (arrived + threads - 1) // threads * threads
-        looks = 0
+        if load_shared(shared) >= everyone:
+            return
+        looks, start = 0, cycles()
         while load_shared(shared) < everyone:
             looks += 1
             if looks < PATIENCE:
                 pause()
             else:
                 give_way()
+        if looks > SOON:
+            fetch_add(shared + 8, cycles() - start)
 
 
 def between_vectors(operator: Any, write: Callable[..., Any]) -> None:
