@@ -56,7 +56,8 @@ def test_who_keeps_others_waiting_is_left_out_for_a_while() -> None:
     assert [runs(0.02), runs(0.0)] == [2, 1]
     time.sleep(SHORTEST)
     assert runs(0.02) == 2, "tried again"
-    team._judge(0.0, time.monotonic())
+    for _ in range(20):
+        team._judge(0.0, time.monotonic())
     assert team._pause == SHORTEST, "nobody was late"
     for _ in range(20):
         team._judge(1.0, time.monotonic() - 1.0)

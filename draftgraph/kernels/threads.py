@@ -21,6 +21,7 @@ Function = Callable[..., None]  # (thread, threads, address of what `vectors.mee
 
 LEAST_WAIT = 1.5e-4  # seconds: waking a thread that sleeps may take as long
 SHORTEST, LONGEST = 0.005, 1.0  # seconds without the others, at first and at most
+RECOVERY = 0.9  # of these seconds after a run that was not kept waiting
 
 
 class Team:
@@ -64,7 +65,7 @@ class Team:
         if waited / others > others / self.threads and waited / others * (now - start) > LEAST_WAIT:
             self._alone_until, self._pause = now + self._pause, min(2 * self._pause, LONGEST)
         else:
-            self._pause = SHORTEST
+            self._pause = max(SHORTEST, RECOVERY * self._pause)
 
     def _work(self, number: int, jobs: SimpleQueue[tuple[Function, tuple[Any, ...]]]) -> None:
         while True:
