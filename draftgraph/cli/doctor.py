@@ -22,6 +22,7 @@ from draftgraph.errors import DraftGraphError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf", "triton")
 HUB_VARIABLES = ("HF_HUB_OFFLINE", "DRAFTGRAPH_OFFLINE", "HF_ENDPOINT", "HF_HOME")
+CONVERTED = "converted"  # the default model
 VOCABULARY = 24
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_SPECIAL_TOKENS: dict[str, Any] = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
@@ -65,8 +66,9 @@ def doctor(settings: Settings) -> None:
         diagnosis.check("cache folder", writable_cache)
         show("decoding with a tiny model")
         diagnosis.check("modes", every_mode_equals_off)
-    if settings.target is not None:
-        diagnosis.check(settings.target, lambda: model_check(settings))
+        if settings.target is not None or diagnosis.cache.get("default model") == CONVERTED:
+            show("checking the target")
+            diagnosis.check(settings.target or "default target", lambda: model_check(settings))
     if settings.json:
         write_json({"ok": diagnosis.ok} | asdict(diagnosis))
     else:
@@ -117,7 +119,7 @@ def cached_files() -> dict[str, str]:
     converted = folder_for(Path(GGUF).stem, SHA256)
     if converted.is_dir():
         fault = fault_of(converted)
-        found["default model"] = "converted" if fault is None else f"damaged ({fault}): made again at the next start"
+        found["default model"] = CONVERTED if fault is None else f"damaged ({fault}): made again at the next start"
     elif gguf is not None:
         found["default model"] = "installed, converted at the first start"
     else:
