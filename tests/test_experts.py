@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -209,7 +210,7 @@ KINDS = {
     "gated": (True, False, False, False),
     "with biases, transposed": (True, True, True, False),
     "without gates": (False, True, False, False),
-    "with a norm": (True, False, False, True),
+    "with a norm": (True, False, False, "has_post_expert_norm" in inspect.getsource(tf.integrations.moe)),
 }
 
 
