@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftgraph.compiled import compiled
-from draftgraph.kernels.threads import LONGEST, SHORTEST, clock, team_of, thread_count, torch_alone
+from draftgraph.kernels.threads import LONGEST, RECOVERY, SHORTEST, Team, clock, team_of, thread_count, torch_alone
 from draftgraph.kernels.vectors import cycles, meet, pause
 
 
@@ -26,7 +26,7 @@ def test_nobody_goes_on_before_all_have_met(threads: int) -> None:
     team, rounds = team_of(threads), 300
     for _ in range(5):
         seen = np.zeros((rounds + 1, threads), dtype=np.int64)
-        team._together(relay, (seen, rounds))  # on a busy machine `run` may leave others out
+        team._together(relay, threads, (seen, rounds))  # on a busy machine `run` may leave some out
         assert (seen == np.arange(rounds + 1)[:, None]).all()
 
 
@@ -52,17 +52,27 @@ def test_who_keeps_others_waiting_is_left_out_for_a_while() -> None:
         return int(seen[0])
 
     runs(0.0)  # compiles
-    team._alone_until = 0.0
+    team._until = 0.0
     assert [runs(0.02), runs(0.0)] == [2, 1]
     time.sleep(SHORTEST)
     assert runs(0.02) == 2, "tried again"
+
+
+def test_half_of_the_threads_go_on_where_half_of_a_run_is_waited_for() -> None:
+    team = Team(5)
+
+    def judged(waited: float) -> tuple[int, float]:
+        team._judge((team._used - 1) * waited, time.monotonic() - 1.0)
+        return team._used, team._pause
+
+    assert judged(0.4) == (5, SHORTEST)
+    assert [judged(0.6), judged(0.4), judged(0.9)] == [(2, 2 * SHORTEST), (2, 2 * SHORTEST), (1, 4 * SHORTEST)]
     for _ in range(20):
-        team._judge(0.0, time.monotonic())
-    assert team._pause == SHORTEST, "nobody was late"
-    for _ in range(20):
-        team._judge(1.0, time.monotonic() - 1.0)
+        team._used = 5
+        judged(0.9)
     assert team._pause == LONGEST
-    team._alone_until = 0.0
+    team._used = 5
+    assert judged(0.0) == (5, RECOVERY * LONGEST)
 
 
 def test_pytorch_has_its_threads_back_afterwards() -> None:

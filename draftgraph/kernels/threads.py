@@ -18,25 +18,26 @@ from draftgraph.compiled import compiled
 from draftgraph.kernels.vectors import cycles
 
 Function = Callable[..., None]  # (thread, threads, address of what `vectors.meet` counts in, ...)
+Job = tuple[Function, int, tuple[Any, ...]]  # with so many threads, and what the function is given
 
 LEAST_WAIT = 1.5e-4  # seconds: waking a thread that sleeps may take as long
-SHORTEST, LONGEST = 0.005, 1.0  # seconds without the others, at first and at most
+SHORTEST, LONGEST = 0.005, 1.0  # seconds with fewer threads, at first and at most
 RECOVERY = 0.9  # of these seconds after a run that was not kept waiting
 
 
 class Team:
     """So many threads, the caller among them. Between two runs the others sleep.
 
-    A thread whose processor is given to another program keeps all others waiting wherever they meet. While that costs
-    more than the others gain, the caller computes alone; now and then they are tried again.
+    A thread whose processor is given to another program keeps all others waiting wherever they meet. Where that takes
+    half of a run, half of the threads would be as quick: so many are used for a while, then all are tried again.
     """
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads
+        self.threads = self._used = threads
         self._shared = np.zeros(16, dtype=np.int64)  # a cache line that nobody else writes into
         self._busy = Lock()
-        self._alone_until, self._pause = 0.0, SHORTEST
-        self._jobs: list[SimpleQueue[tuple[Function, tuple[Any, ...]]]] = [SimpleQueue() for _ in range(threads - 1)]
+        self._until, self._pause = 0.0, SHORTEST
+        self._jobs: list[SimpleQueue[Job]] = [SimpleQueue() for _ in range(threads - 1)]
         for number, jobs in enumerate(self._jobs, start=1):
             Thread(target=self._work, args=(number, jobs), daemon=True, name=f"draftgraph-{number}").start()
 
@@ -45,32 +46,31 @@ class Team:
         number of threads."""
         with self._busy:
             start = time.monotonic()
-            if self.threads == 1 or start < self._alone_until:
-                function(0, 1, self._shared.ctypes.data, *given)
-                return
-            first = clock()
-            self._together(function, given)
-            self._judge(int(self._shared[1]) / max(1, clock() - first), start)
+            if start >= self._until:
+                self._used = self.threads
+            first, self._shared[1] = clock(), 0
+            self._together(function, self._used, given)
+            if self._used > 1:
+                self._judge(int(self._shared[1]) / max(1, clock() - first), start)
 
-    def _together(self, function: Function, given: tuple[Any, ...]) -> None:
-        self._shared[1] = 0
-        for jobs in self._jobs:
-            jobs.put((function, given))
-        function(0, self.threads, self._shared.ctypes.data, *given)
+    def _together(self, function: Function, threads: int, given: tuple[Any, ...]) -> None:
+        for jobs in self._jobs[: threads - 1]:
+            jobs.put((function, threads, given))
+        function(0, threads, self._shared.ctypes.data, *given)
 
     def _judge(self, waited: float, start: float) -> None:
-        """Whether the caller alone would have been as quick. `waited`: by all together, in times of the run. Without
-        waiting the run takes one part in `threads` of what it takes alone."""
-        now, others = time.monotonic(), self.threads - 1
-        if waited / others > others / self.threads and waited / others * (now - start) > LEAST_WAIT:
-            self._alone_until, self._pause = now + self._pause, min(2 * self._pause, LONGEST)
-        else:
+        """`waited`: by all of them together, in times of the run."""
+        now, each = time.monotonic(), waited / (self._used - 1)
+        if each > 0.5 and each * (now - start) > LEAST_WAIT:
+            self._used //= 2
+            self._until, self._pause = now + self._pause, min(2 * self._pause, LONGEST)
+        elif self._used == self.threads:
             self._pause = max(SHORTEST, RECOVERY * self._pause)
 
-    def _work(self, number: int, jobs: SimpleQueue[tuple[Function, tuple[Any, ...]]]) -> None:
+    def _work(self, number: int, jobs: SimpleQueue[Job]) -> None:
         while True:
-            function, given = jobs.get()
-            function(number, self.threads, self._shared.ctypes.data, *given)
+            function, threads, given = jobs.get()
+            function(number, threads, self._shared.ctypes.data, *given)
 
 
 @compiled
