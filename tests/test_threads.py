@@ -30,6 +30,14 @@ def test_nobody_goes_on_before_all_have_met(threads: int) -> None:
         assert (seen == np.arange(rounds + 1)[:, None]).all()
 
 
+def test_so_many_meet_as_run_whoever_ran_before() -> None:
+    team, rounds = Team(5), 101  # times an odd number, so that what two threads count begins with an odd one
+    for threads in (5, 2, 5, 2, 1, 2, 5) * 5:
+        seen = np.zeros((rounds + 1, threads), dtype=np.int64)
+        team._together(relay, threads, (seen, rounds))
+        assert (seen == np.arange(rounds + 1)[:, None]).all()
+
+
 @compiled
 def uneven(thread: int, threads: int, shared: int, seen: np.ndarray, late: int) -> None:
     """How many ran it. One of them comes late, as if its processor had been given to another program."""

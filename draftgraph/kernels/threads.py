@@ -20,6 +20,7 @@ from draftgraph.kernels.vectors import cycles
 Function = Callable[..., None]  # (thread, threads, address of what `vectors.meet` counts in, ...)
 Job = tuple[Function, int, tuple[Any, ...]]  # with so many threads, and what the function is given
 
+WAITED = 1  # place of the cycles that were waited for long: see `vectors.meet`
 LEAST_WAIT = 1.5e-4  # seconds: waking a thread that sleeps may take as long
 SHORTEST, LONGEST = 0.005, 1.0  # seconds with fewer threads, at first and at most
 RECOVERY = 0.9  # of these seconds after a run that was not kept waiting
@@ -34,8 +35,10 @@ class Team:
 
     def __init__(self, threads: int) -> None:
         self.threads = self._used = threads
-        self._shared = np.zeros(16, dtype=np.int64)  # a cache line that nobody else writes into
+        # For each number of threads a cache line of its own, in which they count how often they have met.
+        self._shared = np.zeros((threads + 1, 16), dtype=np.int64)
         self._busy = Lock()
+        self._first_address: int = self._shared.ctypes.data
         self._until, self._pause = 0.0, SHORTEST
         self._jobs: list[SimpleQueue[Job]] = [SimpleQueue() for _ in range(threads - 1)]
         for number, jobs in enumerate(self._jobs, start=1):
@@ -48,15 +51,19 @@ class Team:
             start = time.monotonic()
             if start >= self._until:
                 self._used = self.threads
-            first, self._shared[1] = clock(), 0
+            shared = self._shared[self._used]
+            first, shared[WAITED] = clock(), 0
             self._together(function, self._used, given)
             if self._used > 1:
-                self._judge(int(self._shared[1]) / max(1, clock() - first), start)
+                self._judge(int(shared[WAITED]) / max(1, clock() - first), start)
 
     def _together(self, function: Function, threads: int, given: tuple[Any, ...]) -> None:
         for jobs in self._jobs[: threads - 1]:
             jobs.put((function, threads, given))
-        function(0, threads, self._shared.ctypes.data, *given)
+        function(0, threads, self._address(threads), *given)
+
+    def _address(self, threads: int) -> int:
+        return self._first_address + threads * self._shared.strides[0]
 
     def _judge(self, waited: float, start: float) -> None:
         """`waited`: by all of them together, in times of the run."""
@@ -70,7 +77,7 @@ class Team:
     def _work(self, number: int, jobs: SimpleQueue[Job]) -> None:
         while True:
             function, threads, given = jobs.get()
-            function(number, threads, self._shared.ctypes.data, *given)
+            function(number, threads, self._address(threads), *given)
 
 
 @compiled
