@@ -105,6 +105,9 @@ class Chooser(Protocol):
     def tokens(self, tree: TokenTree, scored: PassResult, prefix: Prefix) -> Iterator[int]:
         """The target's token at the root, then at the child of that token, for as long as there is one."""
 
+    def reads_logits(self, scored: PassResult) -> bool:
+        """Whether tokens are chosen from the logits of this pass, and not from what came along with them."""
+
 
 @dataclass
 class KeyedChooser:
@@ -116,9 +119,8 @@ class KeyedChooser:
 
     def tokens(self, tree: TokenTree, scored: PassResult, prefix: Prefix) -> Iterator[int]:
         node: int | None = ROOT
-        plain = self.noise is None and not self.processors and not self.outputs.wanted
         while node is not None:
-            if plain:
+            if self.is_plain:
                 token = scored.best(node)
             elif scored.sampled is not None:
                 token = scored.sampled[node]
@@ -126,6 +128,14 @@ class KeyedChooser:
                 token = self.choose(scored.logits[node], prefix)
             yield token
             node = tree.child(node, token)
+
+    def reads_logits(self, scored: PassResult) -> bool:
+        return not self.is_plain and not scored.is_sampled
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy, and nothing else."""
+        return self.noise is None and not self.processors and not self.outputs.wanted
 
     @cached_property
     def sampling(self) -> Sampling | None:
@@ -165,6 +175,9 @@ class RejectionChooser:
     outputs: Outputs = field(default_factory=Outputs)
 
     sampling = None  # what a device needs to choose by itself: it cannot
+
+    def reads_logits(self, scored: PassResult) -> bool:
+        return True
 
     def tokens(self, tree: TokenTree, scored: PassResult, prefix: Prefix) -> Iterator[int]:
         for node in range(len(tree)):

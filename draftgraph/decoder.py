@@ -64,7 +64,7 @@ class Decoding(Sequence):
         try:
             with self.loan:
                 self.pricing.follow(self._stats, self.cost())
-                taken = step([self], {}, self.engines, self.experience)
+                taken = step([self], [], self.engines, self.experience)
             if self.failure is not None:
                 raise self.failure
         except BaseException:  # interrupted between draft and commit: what is left of the step is not known

@@ -56,6 +56,7 @@ class Engines:
         self.translation = translation
         self._device_drafts: dict[tuple[int, int, int], DeviceDrafts] = {}  # by what they were made for
         self.reads = () if draft is None else reads_of(draft.model)
+        self.following: Any = None  # the pass that has set off ahead: see `ahead`
         if self.reads:
             target.read_states(self.reads)
 
@@ -67,6 +68,11 @@ class Engines:
         if config.exact and self.inexact is not None:
             name = type(unwrapped(self.target.model)).__name__
             raise UnsupportedModelError(f"{name} is not exact here, and exact=True asks for it: {self.inexact}")
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a pass may set off before the one before it was read; states are, of every pass."""
+        return self.target.goes_ahead and not self.reads
 
     @property
     def can_branch(self) -> bool:
@@ -180,6 +186,7 @@ class Sequence:
         self.put_back = 0  # times that it gave up its place after it had been let in
         self.reused = 0  # tokens of the prompt that did not have to be read
         self._scored = 0  # tokens of the prompt whose logits `on_prompt` was given
+        self.under_way = 0  # tokens that passes compute which have set off, and that are not text yet
         self.began = False  # its prompt has been read: it takes steps
         self.drafts_next = True  # it is to have a graph in the next step
         self.context: Any = None
@@ -243,6 +250,7 @@ class Sequence:
 
     def read_prompt(self, reuse: bool = False) -> None:
         """All models read the text but for its last token, which is the first root; alone, without others."""
+        self.under_way = 0
         chunk = self.request.config.prefill_chunk_size
         for context, text in zip(self.contexts, self._texts_read(), strict=True):
             context.begin(len(text), reuse)
@@ -268,7 +276,7 @@ class Sequence:
             context.expected = self.max_length + self.config.nodes
             context.begin(len(text), False)
             waits_for_states = context is not self.context and bool(self.engines.reads)
-            if not self._scores_prompt and (context.reuses or not waits_for_states):
+            if not self.scores_prompt and (context.reuses or not waits_for_states):
                 known = context.begin_with(text[:-1], (text or self.text)[-1])
                 reused = known if context is self.context else reused
         self._read_states_again()
@@ -286,8 +294,12 @@ class Sequence:
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that the target has not read."""
-        return len(self.text) - 1 - len(self.context.text)
+        """Tokens of the prompt that the target has not read, nor is about to."""
+        return len(self.text) - 1 - len(self.context.text) - self.under_way
+
+    @property
+    def is_read(self) -> bool:
+        return len(self.context.text) == len(self.text) - 1
 
     @property
     def draft_unread(self) -> int:
@@ -295,13 +307,13 @@ class Sequence:
         return 0 if self.draft is None else self.draft.unread(self.text)
 
     @property
-    def _scores_prompt(self) -> bool:
+    def scores_prompt(self) -> bool:
         return self.on_prompt is not None and self._scored < self.prompt_length - 1
 
     def piece(self, count: int) -> Segment:
         """The next tokens of the prompt, for the target."""
-        start = len(self.context.text)
-        return Segment.of_text(self.context, self.text[start : start + count], self._scores_prompt)
+        start = len(self.context.text) + self.under_way
+        return Segment.of_text(self.context, self.text[start : start + count], self.scores_prompt, ahead=self.under_way)
 
     def draft_piece(self, count: int) -> Segment:
         return self.draft.piece(self.text, count)  # type: ignore[no-any-return]
@@ -310,8 +322,9 @@ class Sequence:
         """A piece of the prompt is text now."""
         start = len(self.context.text)
         segment.commit()
+        self.under_way -= len(segment.tokens)
         self._note_states(start, result.states)
-        if self._scores_prompt and self.on_prompt is not None:  # some of it was scored already if it is read again
+        if self.scores_prompt and self.on_prompt is not None:  # some of it was scored already if it is read again
             unscored = result.logits[self._scored - start : self.prompt_length - 1 - start]
             self._scored += len(unscored)
             self.on_prompt(unscored)
@@ -322,7 +335,7 @@ class Sequence:
 
     def close(self) -> None:
         """Gives its contexts back; what they hold may serve other sequences."""
-        self.began = False
+        self.began, self.under_way = False, 0
         for context in self.contexts:
             context.close()
 
@@ -337,6 +350,15 @@ class Sequence:
         if cost is not None:
             self.policy.plan(cost)
         self.policy.begin(self.text, 0 if cost is None else self._depth_limit())
+
+    @property
+    def is_ending(self) -> bool:
+        """What is under way has its last token, at the latest."""
+        return self.prefix.length + self.under_way >= self.max_length
+
+    def proposes(self, drafts: bool) -> bool:
+        """Whether its next step has more than the last token alone, if those who decide by the clock draft, or not."""
+        return self.policy.proposes and (drafts or not self.decides_by_the_clock)
 
     def grow(self, cost: CostModel) -> Growing[Hypotheses]:
         """Grow, prune, merge and flatten: the unrolled view of the graph behind the last token."""
@@ -357,6 +379,7 @@ class Sequence:
         tree, accepted = hypotheses.tree, [0, *chosen.path]
         step = Step(len(self.text) - 1, hypotheses.graph, tree, chosen.path, chosen.tokens, chosen.finish_reason)
         self.context.commit(accepted, tree.tokens[accepted].tolist())
+        self.under_way -= 1
         self.policy.commit(hypotheses, chosen.path)
         self._note_states(step.position, result.states, accepted)
         self.text.extend(chosen.tokens)
@@ -402,6 +425,7 @@ class Sequence:
 
     def restart(self) -> None:
         """The step that was begun is not taken: it is begun anew."""
+        self.under_way = 0
         for context in self.contexts:
             context.forget(0)
         if self.began:
@@ -454,5 +478,6 @@ class Sequence:
 def forget_all(sequences: Several[Sequence]) -> None:
     """What engines hold of these sequences cannot be trusted: a step was interrupted."""
     for sequence in sequences:
+        sequence.under_way = 0
         for context in sequence.contexts:
             context.rewind(0)

@@ -3,6 +3,9 @@
 Grow, prune, merge and flatten the graph of every sequence; verify all of them in one pass of the target, in which
 prompts of others are read too; choose and commit for each; start the drafts of the next step; remember and learn while
 a device is at work.
+
+Where nobody drafts, the next pass sets off before the host has read this one (`run_ahead`), and a device never waits:
+its tokens are those that the device has chosen, and the host learns of them one step later.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 
+from draftgraph.ahead import Pass, Pieces, arriving, run_ahead, set_off
 from draftgraph.cost.reading import ALL, share
 from draftgraph.cost.sharing import Experience, Seconds
 from draftgraph.engine.capture import Captured
@@ -39,33 +43,61 @@ class Taken:
     sequences: int = 0  # in the pass of the target
     drafting: int = 0  # of them have a graph
     nodes: int = 0  # checked
+    read: int = 0  # tokens of prompts
     draft_passes: list[int] = field(default_factory=list)  # nodes of each
     seconds: Seconds = field(default_factory=Seconds)
     recorded: int = field(default_factory=lambda: Captured.made)  # passes, before it began
 
 
-Reading = dict[Sequence, Segment | None]  # sequences whose prompts are being read, and the piece that is read now
+def none_read(ready: Several[Sequence], reading: Several[Sequence]) -> dict[Sequence, Segment]:
+    return {}
 
 
-def step(ready: list[Sequence], reading: Reading, engines: Engines, experience: Experience, room: int = ALL) -> Taken:
-    """One step of the sequences that are ready. In the same pass pieces of prompts are read; sequences whose prompts
-    have been read are ready from then on. `room`: tokens that the draft may read of what it has missed.
+def step(
+    ready: list[Sequence],
+    reading: list[Sequence],
+    engines: Engines,
+    experience: Experience,
+    pieces: Pieces = none_read,
+    room: int = ALL,
+) -> Taken:
+    """One step of the sequences that are ready. In the same pass `pieces` of the prompts of others are read; sequences
+    whose prompts have been read are ready from then on. `room`: tokens that the draft may read of what it has missed.
 
     Raises what a pass raises (memory or pages are short) before any sequence has taken its step.
     """
     taken, started = Taken(), time.perf_counter()
     with engines.threads():
-        graphs = grow(ready, engines, experience, taken)
-        results = verify(ready, graphs, reading, engines, taken)
+        current = arriving(ready, reading, engines) or launch(ready, reading, pieces, engines, experience, taken)
+        following = engines.following = run_ahead(current, ready, reading, pieces, engines, experience)
+        verify(current, taken, started)
         verified = time.perf_counter()
-        choose_and_commit(ready, graphs, results, taken)
-        begun = begin_read(reading, results, taken)
-        starting = start_drafts([*(one for one in ready if not one.done), *begun], engines, experience, room)
+        choose_and_commit(current, taken)
+        begun = begin_read(current, reading, taken)
+        going_on = [*(one for one in ready if not one.done), *begun]
+        drafts = following is None and experience.habit(len(going_on)).drafts
+        starting = start_drafts(going_on, engines, experience, drafts, room)
         remember_and_learn(taken, begun, engines.target.asynchronous)
     now = time.perf_counter()
     taken.seconds.other = now - verified - starting
-    account(ready, taken, experience, now - started)
+    account(current, taken, experience, now - started)
     return taken
+
+
+def launch(
+    ready: list[Sequence],
+    reading: list[Sequence],
+    pieces: Pieces,
+    engines: Engines,
+    experience: Experience,
+    taken: Taken,
+) -> Pass:
+    """One pass over the graphs of all sequences, and over pieces of the prompts that are being read."""
+    graphs = dict(zip(ready, grow(ready, engines, experience, taken), strict=True))
+    steps = {one: Segment.of_tree(one.context, grown.tree, one.sampling) for one, grown in graphs.items()}
+    current = set_off(steps, pieces(ready, reading), engines)
+    current.graphs = graphs
+    return current
 
 
 def grow(ready: list[Sequence], engines: Engines, experience: Experience, taken: Taken) -> list[Hypotheses]:
@@ -93,49 +125,38 @@ def grow(ready: list[Sequence], engines: Engines, experience: Experience, taken:
     return [grown[sequence] if sequence in grown else sequence.root_alone() for sequence in ready]
 
 
-def verify(
-    ready: list[Sequence], graphs: list[Hypotheses], reading: Reading, engines: Engines, taken: Taken
-) -> dict[Sequence, PassResult]:
-    """What the target says at every node of all graphs, and of the prompts that are read, in one pass. While it is at
-    work, sequences learn from the step before."""
-    start = time.perf_counter()
-    segments = {
-        sequence: Segment.of_tree(sequence.context, hypotheses.tree, sequence.sampling)
-        for sequence, hypotheses in zip(ready, graphs, strict=True)
-    }
-    segments |= {sequence: piece for sequence, piece in reading.items() if piece is not None}
-    results = engines.target.run(list(segments.values())) if segments else []
-    for sequence, hypotheses in zip(ready, graphs, strict=True):
+def verify(current: Pass, taken: Taken, started: float) -> None:
+    """What the target says at every node of all graphs, and of the prompts that are read. While it is at work,
+    sequences learn from the step before."""
+    for sequence, hypotheses in current.graphs.items():
         hypotheses.tree.index()
         sequence.learn()
-    engines.target.wait()
-    taken.sequences, taken.nodes = len(segments), sum(len(hypotheses.tree) for hypotheses in graphs)
-    taken.seconds.verify = time.perf_counter() - start
-    return dict(zip(segments, results, strict=True))
+    current.wait()
+    taken.sequences, taken.read = len(current.graphs) + len(current.pieces), sum(map(len, current.pieces.values()))
+    taken.nodes = sum(len(hypotheses.tree) for hypotheses in current.graphs.values())
+    taken.seconds.verify = time.perf_counter() - started - taken.seconds.in_all
 
 
-def choose_and_commit(
-    ready: list[Sequence], graphs: list[Hypotheses], results: dict[Sequence, PassResult], taken: Taken
-) -> None:
+def choose_and_commit(current: Pass, taken: Taken) -> None:
     """The paths that the target agrees with become text. A sequence in which something goes wrong fails alone."""
 
     def act(sequence: Sequence, hypotheses: Hypotheses) -> None:
-        result = results[sequence]
+        result = current.results[sequence]
         chosen = sequence.choose(hypotheses, result)
         taken.steps.append((sequence, sequence.commit(hypotheses, result, chosen)))
 
-    for sequence, hypotheses in zip(ready, graphs, strict=True):
+    for sequence, hypotheses in current.graphs.items():
         if not guarded(sequence, act, sequence, hypotheses):
             taken.steps.append((sequence, None))
 
 
-def begin_read(reading: Reading, results: dict[Sequence, PassResult], taken: Taken) -> list[Sequence]:
+def begin_read(current: Pass, reading: list[Sequence], taken: Taken) -> list[Sequence]:
     """Pieces of prompts become text. Sequences whose prompts have been read take steps from now on, and others of their
     tenants may begin with what they read."""
-    for sequence, piece in reading.items():
-        if piece is not None and not guarded(sequence, sequence.read, piece, results[sequence]):
+    for sequence, piece in current.pieces.items():
+        if not guarded(sequence, sequence.read, piece, current.results[sequence]):
             taken.steps.append((sequence, None))
-    begun = [sequence for sequence in reading if sequence.failure is None and not sequence.unread]
+    begun = [sequence for sequence in reading if sequence.failure is None and sequence.is_read]
     for sequence in begun:
         for context in sequence.contexts:
             context.publish()
@@ -143,12 +164,11 @@ def begin_read(reading: Reading, results: dict[Sequence, PassResult], taken: Tak
     return begun
 
 
-def start_drafts(ready: list[Sequence], engines: Engines, experience: Experience, room: int) -> float:
+def start_drafts(ready: list[Sequence], engines: Engines, experience: Experience, drafts: bool, room: int) -> float:
     """Decides which sequences draft in the next step and how far, and launches the drafts on a device, all together;
-    the seconds that launching took."""
-    drafts = experience.habit(len(ready)).drafts
+    the seconds that launching took. `drafts`: those who decide by the clock do."""
     for sequence in ready:
-        sequence.drafts_next = drafts or not sequence.decides_by_the_clock
+        sequence.drafts_next = sequence.proposes(drafts)
     room -= catch_up(ready, engines, room)
     for sequence in ready:
         prices = experience.prices(sequence.cost(), len(ready)) if sequence.drafts_next else None
@@ -204,11 +224,15 @@ def remember_and_learn(taken: Taken, begun: list[Sequence], asynchronous: bool) 
             guarded(sequence, act, sequence)
 
 
-def account(ready: list[Sequence], taken: Taken, experience: Experience, seconds: float) -> None:
-    """Where the time went; and, of a step in which nothing was read or recorded, how long it took beside its prices."""
+def account(current: Pass, taken: Taken, experience: Experience, seconds: float) -> None:
+    """Where the time went; and, of a step in which nothing was read or recorded, how long it took beside its prices.
+    What the host does while a pass that set off ahead is computed costs nothing."""
+    ready = list(current.graphs)
+    if current.roots is not None:
+        taken.seconds.verify, taken.seconds.other = taken.seconds.verify + taken.seconds.other, 0.0
     for sequence in ready:
         taken.seconds.spent_on(sequence.seconds)
-    if not ready or taken.sequences > len(ready) or Captured.made != taken.recorded:
+    if not ready or taken.read or Captured.made != taken.recorded:
         return
     experience.learn(ready[0].cost(), len(ready), taken.nodes, taken.draft_passes, taken.seconds, taken.drafting)
     if len(ready) > 1 and any(sequence.decides_by_the_clock for sequence in ready):

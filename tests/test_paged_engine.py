@@ -507,7 +507,7 @@ class ShortOfMemory(Captured):
     def __init__(self, compute: Any, device: torch.device, *more: Any) -> None:
         super().__init__(compute, device, *more)
         found = self()
-        if found is not None and len(found[0]) > self.most:
+        if isinstance(found, tuple) and len(found[0]) > self.most:
             raise torch.OutOfMemoryError
 
 

@@ -20,7 +20,7 @@ from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.paged import slot_bytes
 from draftgraph.engine.pages import PAGE, OutOfPages
-from draftgraph.engine.protocol import Engine
+from draftgraph.engine.protocol import Engine, Segment
 from draftgraph.engine.ranks import rank_count
 from draftgraph.generation import context_window
 from draftgraph.hardware import free_memory
@@ -116,21 +116,23 @@ class Batch:
         started = time.perf_counter()
         ready = [sequence for sequence in self.running if sequence.began]
         reading = [sequence for sequence in self.running if not sequence.began]
-        prices = prices_behind(reading)
-        room = self._room(ready, prices)
+        room, prices = self._room(ready, reading), prices_behind(reading)
         missed = room - self._read_draft(reading, room)
-        shares = share([sequence.unread for sequence in reading], room)
-        pieces = {one: one.piece(count) if count else None for one, count in zip(reading, shares, strict=True)}
-        taken = step(ready, pieces, self.engines, self.decoder.experience, missed)
+        taken = step(ready, reading, self.engines, self.decoder.experience, self._pieces, missed)
         if Captured.made == taken.recorded:
-            read = 0.0 if prices is None else float(price_of_reading(prices, np.array([sum(shares)]))[0])
+            read = 0.0 if prices is None else float(price_of_reading(prices, np.array([taken.read]))[0])
             self._pace.learn(time.perf_counter() - started, price_of_pass(ready, taken.nodes), read)
         self._nodes = taken.nodes
         return taken
 
-    def _room(self, ready: list[Sequence], prices: CostModel | None) -> int:
+    def _pieces(self, ready: Several[Sequence], reading: Several[Sequence]) -> dict[Sequence, Segment]:
+        """What one pass reads of prompts beside the steps of others."""
+        shares = share([sequence.unread for sequence in reading], self._room(ready, reading))
+        return {one: one.piece(count) for one, count in zip(reading, shares, strict=True) if count}
+
+    def _room(self, ready: Several[Sequence], reading: Several[Sequence]) -> int:
         """Tokens that each model may read in this step: of prompts, and of what the draft has missed."""
-        if prices is None:
+        if (prices := prices_behind(reading)) is None:
             return self._pace.most if len(ready) > 1 else ALL
         return self._pace.room(price_of_pass(ready, max(self._nodes, len(ready))), prices)
 

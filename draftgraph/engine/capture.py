@@ -78,26 +78,48 @@ Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and number form
 
 class Buffer:
     """Named arrays in one piece of the host's memory, and the same on the device: one copy hands them over. On a CPU
-    both are one."""
+    both are one, unless the host has several sides."""
 
-    def __init__(self, parts: Parts, device: torch.device) -> None:
-        words = {name: -(-prod(shape) * dtype.itemsize // WORD_BYTES) for name, (shape, dtype) in parts.items()}
-        self._host = host_memory((sum(words.values()),), torch.int64, device)
-        self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
-        self.host: dict[str, Any] = {}  # NumPy arrays
-        self.device: dict[str, Tensor] = {}
-        start = 0
-        for name, (shape, dtype) in parts.items():
-            here = slice(start, start + words[name])
-            own, other = (memory[here].view(dtype)[: prod(shape)].view(shape) for memory in (self._host, self._device))
-            self.host[name], self.device[name], start = own.numpy(), other, here.stop
+    def __init__(self, parts: Parts, device: torch.device, sides: int = 1) -> None:
+        """`sides`: of the host's memory; it may write into one while another is on its way."""
+        size = sum(words_of(*part) for part in parts.values())
+        self._sides = [host_memory((size,), torch.int64, device) for _ in range(sides)]
+        self._side = 0
+        apart = device.type != "cpu" or sides > 1
+        self._device = torch.zeros_like(self._sides[0], device=device) if apart else self._sides[0]
+        self._arrays = [{name: one.numpy() for name, one in split(side, parts).items()} for side in self._sides]
+        self.device = split(self._device, parts)
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """NumPy arrays, of the side that is written now."""
+        return self._arrays[self._side]
+
+    def turn(self) -> int:
+        """To the next side."""
+        self._side = (self._side + 1) % len(self._sides)
+        return self._side
 
     def arrive(self, unused: int = 0) -> None:
         """The device takes over what the host has written, but for so many numbers of 64 bits at the end; the host may
-        write again when that is done."""
-        if self._device is not self._host:
-            size = len(self._host) - unused
-            self._device[:size].copy_(self._host[:size], non_blocking=True)
+        write there again when that is done."""
+        host = self._sides[self._side]
+        if self._device is not host:
+            size = len(host) - unused
+            self._device[:size].copy_(host[:size], non_blocking=True)
+
+
+def words_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-prod(shape) * dtype.itemsize // WORD_BYTES)
+
+
+def split(memory: Tensor, parts: Parts) -> dict[str, Tensor]:
+    """The parts, one after the other."""
+    found, start = {}, 0
+    for name, (shape, dtype) in parts.items():
+        end = start + words_of(shape, dtype)
+        found[name], start = memory[start:end].view(dtype)[: prod(shape)].view(shape), end
+    return found
 
 
 @contextmanager

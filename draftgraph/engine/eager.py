@@ -28,7 +28,7 @@ from draftgraph.kernels.rows import rows_apart
 class EagerEngine:
     """See `Engine`."""
 
-    asynchronous = captured = compiled = False
+    asynchronous = captured = compiled = goes_ahead = False
     widths: tuple[int, ...] = ()
     slots = used = 0
     left: Tensor | None = None
@@ -65,6 +65,9 @@ class EagerEngine:
         return [PassResult(logits if one.scored else logits[:0], states=states) for one, (logits, states) in found]
 
     def wait(self) -> None: ...
+
+    def mark(self) -> Callable[[], None]:
+        return self.wait
 
     def has_room(self, tokens: int, without: Sequence[EagerContext] = ()) -> bool:
         return True

@@ -25,7 +25,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {"paged": PagedEngine, "eager": Eage
 class LeadEngine(Led):
     """See `Engine`. Tokens are ranked and sampled on this rank alone, and proposals are read from the logits."""
 
-    compiled = False
+    compiled = goes_ahead = False
 
     def __init__(self, group: Ranks, model: Any, kind: str, *options: Any) -> None:
         number = group.number()
@@ -78,6 +78,9 @@ class LeadEngine(Led):
     def wait(self) -> None:
         with self.group.waiting():
             self.inner.wait()
+
+    def mark(self) -> Callable[[], None]:
+        return self.wait
 
     def reserve(self, slots: int) -> None:
         with self.group.telling("ask", self.number, "reserve", slots, now=False):

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,20 +68,53 @@ FIRST_TABLE = 128  # pages of a sequence; four times as many when one outgrows t
 SMALLEST = 1024  # slots of a pool that grows
 
 
+class Found(NamedTuple):
+    """What a pass leaves on the device."""
+
+    logits: Tensor
+    states: Tensor | None
+    ranked: Tensor | None = None  # see `protocol.ranked`
+    proposed: Tensor | None = None  # tokens and log-probabilities [scored, 2, k]
+
+
+class Arrival:
+    """What one run of a pass brings to the host."""
+
+    def __init__(self, device: torch.device, scored: int, ranked: int = 0, proposed: int = 0) -> None:
+        """`ranked`, `proposed`: tokens of every node; 0: none are brought."""
+        sizes = {"ranked": (scored, 2, ranked), "proposed": (scored, 2, proposed)}
+        self._memory = {name: host_memory(size, torch.float64, device) for name, size in sizes.items() if size[2]}
+        if ranked:
+            self._memory["sampled"] = host_memory((scored,), torch.long, device)
+        self.host = {name: memory.numpy() for name, memory in self._memory.items()}
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+
+    def bring(self, **found: Tensor | None) -> None:
+        for name, memory in self._memory.items():
+            if (there := found[name]) is not None:
+                memory.copy_(there, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
+
+
 @dataclass
 class Recorded:
-    """The passes of one shape."""
+    """The passes of one shape. Two runs may be under way: the host writes for one while the other is computed."""
 
     data: PassData
     run: Captured
-    ranked: Floats | None = None  # of the last run, on the host: see `protocol.ranked`
-    proposed: Floats | None = None  # the same of proposals: tokens and log-probabilities [scored, 2, k]
-    sampled: Tensor | None = None
+    arrivals: list[Arrival]
     samplers: dict[bool, Captured] = field(default_factory=dict)  # by whether top-k is asked for
-    last: Captured | None = None  # what the host must wait for
 
-    def wait(self) -> None:
-        (self.last or self.run).wait()
+    def turn(self) -> Arrival:
+        """Where the next run arrives, and `data` writes for it: what was there before has been computed then."""
+        arrival = self.arrivals[self.data.turn()]
+        arrival.wait()
+        return arrival
 
 
 class PagedEngine:
@@ -123,7 +156,8 @@ class PagedEngine:
         self._samples = True  # unless there was no memory for it
         self._moves: dict[PagedContext, Moves] = {}  # of accepted nodes, left to the next pass
         self._passes: dict[PassShape, Recorded] = {}
-        self._last: Recorded | None = None
+        self._last: Arrival | None = None
+        self._chosen = torch.zeros(NODES[-1], dtype=torch.long, device=self.device)  # by rows of the last pass
         self._graphs = graph_memory(self.device)
         self._like, self.columns = probed(model)  # columns: tokens that the model tells apart
         self.cache = self._new_cache(self.slots)
@@ -145,6 +179,10 @@ class PagedEngine:
     @property
     def compiled(self) -> bool:
         return self._program is not None
+
+    @property
+    def goes_ahead(self) -> bool:
+        return self.captured
 
     @property
     def device(self) -> torch.device:
@@ -192,13 +230,15 @@ class PagedEngine:
             self.cache = self._new_cache(self.slots)
 
     def wait(self) -> None:
-        if self._last is not None:
-            self._last.wait()
+        self.mark()()
+
+    def mark(self) -> Callable[[], None]:
+        return nothing if self._last is None else self._last.wait
 
     def run(self, segments: Sequence[Segment]) -> list[PassResult]:
         """Segments that no pass can hold together go into several; then logits are copied, and nothing comes along."""
         for segment in segments:
-            segment.context.reserve(len(segment.context.text) + segment.visible.shape[1])
+            segment.context.reserve(len(segment.context.text) + segment.ahead + segment.visible.shape[1])
         self._reserve_table(max(len(segment.context.pages) for segment in segments))
         found: dict[int, list[PassResult]] = {id(segment): [] for segment in segments}
         in_order = sorted(segments, key=lambda segment: segment.scored)  # so that the last pass has all logits
@@ -218,12 +258,13 @@ class PagedEngine:
             for piece, result in zip(pieces, results, strict=True):
                 found[id(piece.segment)].append(copied(result) if waiting else result)
         for segment in segments:
-            segment.context.note_scratch(segment.depths)
+            if not segment.ahead:
+                segment.context.note_scratch(segment.depths)
         return [joined(found[id(segment)]) for segment in segments]
 
     def _launch(self, recorded: Recorded, pieces: list[Piece]) -> list[PassResult]:
         """Sets the pass off; those pieces that are scored come first."""
-        recorded.wait()
+        arrival = recorded.turn()
         recorded.data.fill(pieces)
         recorded.data.fill_states(pieces)
         for moves in recorded.data.hand_over(self._moves.values()):
@@ -233,22 +274,28 @@ class PagedEngine:
         if noisy or recorded.data.shape.noisy:
             scored = zip(pieces, samplings, strict=True)
             recorded.data.sample([(len(piece), one) for piece, one in scored if piece.segment.scored])
-        logits, states = recorded.run()
+        recorded.data.arrive()
+        found: Found = recorded.run()
         if not self.captured:
             recorded.run.output = None  # its memory is the result's alone
         self._moves.clear()
-        self._last, recorded.last = recorded, None
-        samples = bool(noisy) and not recorded.data.shape.proposals
-        if samples:
-            samples = self._sample(recorded, any(sampling.warping.top_k > 0 for sampling in noisy))
+        sampled = None
+        if noisy and not recorded.data.shape.proposals:
+            sampled = self._sample(recorded, any(sampling.warping.top_k > 0 for sampling in noisy))
+        arrival.bring(ranked=found.ranked, proposed=found.proposed, sampled=sampled)
+        self._last = arrival
         results, start, node = [], 0, 0
         for piece, sampling in zip(pieces, samplings, strict=True):
             rows = slice(start, start + (len(piece) if piece.segment.scored else 0))
-            result = result_of(recorded, logits, rows, samples and sampling is not None)
-            result.states = None if states is None else states[node : node + len(piece)]
+            row = partial(self._row, arrival, start) if found.ranked is not None else None
+            result = result_of(arrival, found.logits, rows, sampled is not None and sampling is not None, row)
+            result.states = None if found.states is None else found.states[node : node + len(piece)]
             results.append(result)
             start, node = rows.stop, node + len(piece)
         return results
+
+    def _row(self, arrival: Arrival, row: int) -> int | None:
+        return row if self._last is arrival else None
 
     def _sampling_of(self, piece: Piece) -> Sampling | None:
         """Whose noise is added at the nodes of a piece, if the device can do that."""
@@ -259,17 +306,15 @@ class PagedEngine:
         sampling = segment.sampling if able else None
         return sampling if sampling is not None and sampling.warping.top_k <= MOST_KEPT else None
 
-    def _sample(self, recorded: Recorded, with_top_k: bool) -> bool:
-        """Chooses at the nodes of the pass that was just set off; False: there is no memory for it."""
+    def _sample(self, recorded: Recorded, with_top_k: bool) -> Tensor | None:
+        """Chooses at the nodes of the pass that was just set off; None: there is no memory for it."""
         try:
             sampler = recorded.samplers.get(with_top_k) or self._sampler(recorded, with_top_k)
         except torch.OutOfMemoryError:
             self._samples = False
             notice("no GPU memory for sampling: going on with one token at a time")
-            return False
-        sampler()
-        recorded.last = sampler
-        return True
+            return None
+        return sampler()  # type: ignore[no-any-return]
 
     def _shape_of(self, pieces: list[Piece], wanted: Wanted | None) -> PassShape:
         """Of a step, or of a pass in which text is read."""
@@ -302,52 +347,53 @@ class PagedEngine:
         return recorded
 
     def _record(self, shape: PassShape, wanted: Wanted | None) -> Recorded:
-        data = PassData(shape, self.most_pages, self.slots, self.device)
+        sides = 2 if self.captured else 1
+        data = PassData(shape, self.most_pages, self.slots, self.device, sides)
         if self._states_width:
             data.states = torch.zeros((shape.nodes, self._states_width), dtype=self.model.dtype, device=self.device)
         kept = None if shape.scored == shape.nodes else torch.arange(max(1, shape.scored), device=self.device)
-        ranking = proposed = sampled = None
-        if self.captured and wanted is None:
-            ranking = host_memory((shape.scored, 2, min(KEPT, self.columns)), torch.float64, self.device)
-            sampled = host_memory((shape.scored,), torch.long, self.device)
-        elif self.captured and wanted is not None:
-            k = min(wanted.k, len(wanted.tokens), self.columns)
-            proposed = host_memory((shape.scored, 2, k), torch.float64, self.device)
+        k = 0 if wanted is None else min(wanted.k, len(wanted.tokens), self.columns)
 
-        def compute() -> tuple[Tensor, Tensor | None]:
-            data.arrive()
-            if self.captured:
-                self.cache.move(*data.moves)
+        def compute() -> Found:
             if self._program is not None:
                 host = data.host
                 given = host["tokens"], host["positions"], host["slots"], data.paged
-                return self._program(self.cache, *given, shape.scored, host.get("adapters"))
-            told = data.tokens, data.positions, data.slots, data.paged
+                return Found(*self._program(self.cache, *given, shape.scored, host.get("adapters")))
+            tokens = data.tokens
+            if self.captured:
+                self.cache.move(*data.moves)
+                tokens = torch.where(data.follows < 0, tokens, self._chosen[data.follows])
+            told = tokens, data.positions, data.slots, data.paged
             logits, states = self.compute(*told, kept, data.adapters, data.states)
             if self.left is not None and states is not None:
                 states = self.left[: shape.nodes].copy_(states)
-            if ranking is not None and shape.scored:
-                ranking.copy_(ranked(logits), non_blocking=True)
-            if proposed is not None and wanted is not None:
-                following, noise = data.positions[0] + 1 + wanted.shift, data.noise if shape.noisy else None
-                best = proposals(logits, wanted.tokens, proposed.shape[2], following, noise)
-                proposed.copy_(torch.stack([part.double() for part in best], dim=1), non_blocking=True)
-            return logits, states
+            if not self.captured or not shape.scored:
+                return Found(logits, states)
+            if wanted is None:
+                ranking = ranked(logits)
+                self._chosen[: shape.scored] = ranking[:, 0, 0]
+                return Found(logits, states, ranking)
+            following, noise = data.positions[0] + 1 + wanted.shift, data.noise if shape.noisy else None
+            best = proposals(logits, wanted.tokens, k, following, noise)
+            return Found(logits, states, None, torch.stack([part.double() for part in best], dim=1))
 
+        chosen = self._chosen.clone()
         run = Captured(compute, self.device, self._graphs, self.captured)
-        on_host, read = (None if one is None else one.numpy() for one in (ranking, proposed))
-        return Recorded(data, run, on_host, read, sampled)
+        self._chosen.copy_(chosen)  # the next pass may go on with it
+        brought = {"ranked": min(KEPT, self.columns) if wanted is None else 0, "proposed": k} if self.captured else {}
+        return Recorded(data, run, [Arrival(self.device, shape.scored, **brought) for _ in range(sides)])
 
     def _sampler(self, recorded: Recorded, with_top_k: bool) -> Captured:
         """Chooses at the nodes of a pass, right behind it."""
-        data, scored, sampled = recorded.data, recorded.data.shape.scored, recorded.sampled
+        data, scored = recorded.data, recorded.data.shape.scored
         key, temperature, top_p, min_p, top_k = data.sampling
-        assert sampled is not None
 
-        def choose() -> None:
+        def choose() -> Tensor:
             following = data.positions[0, :scored] + 1
             told = (key, following, temperature, top_p, min_p, top_k if with_top_k else 0)
-            sampled.copy_(sample(recorded.run.output[0], *told), non_blocking=True)
+            sampled = sample(recorded.run.output.logits, *told)
+            self._chosen[:scored] = torch.where(data.is_sampled > 0, sampled, self._chosen[:scored])
+            return sampled
 
         recorded.samplers[with_top_k] = Captured(choose, self.device, self._graphs)
         return recorded.samplers[with_top_k]
@@ -625,26 +671,36 @@ class PagedContext:
         return DEEPEST - 1 if self.engine.captured else None
 
 
-def result_of(recorded: Recorded, logits: Tensor, rows: slice, is_sampled: bool) -> PassResult:
-    """The rows of one sequence. What lies on the host is read when asked for, before the next pass of that shape."""
+def nothing() -> None: ...
 
-    def ranking(found: Floats) -> Ranking:
-        recorded.wait()
-        return Ranking.read(found[rows])
 
-    def sampled(found: Tensor) -> list[int]:
-        recorded.wait()
-        return found[rows].tolist()
+def result_of(
+    arrival: Arrival, logits: Tensor, rows: slice, is_sampled: bool, row: Callable[[], int | None] | None
+) -> PassResult:
+    """The rows of one sequence. What lies on the host is read when asked for, before the pass of that shape after the
+    next."""
 
-    def proposed(found: Floats) -> tuple[Ints, Floats]:
-        recorded.wait()
-        return possible(found[rows, 0].astype(np.int64), np.exp(found[rows, 1]))
+    def found(name: str) -> Any:
+        arrival.wait()
+        return arrival.host[name][rows]
 
+    def ranking() -> Ranking:
+        return Ranking.read(found("ranked"))
+
+    def sampled() -> list[int]:
+        return found("sampled").tolist()  # type: ignore[no-any-return]
+
+    def proposed() -> tuple[Ints, Floats]:
+        tokens, chances = found("proposed").swapaxes(0, 1)
+        return possible(tokens.astype(np.int64), np.exp(chances))
+
+    brought = arrival.host
     return PassResult(
         logits[rows],
-        None if recorded.ranked is None else partial(ranking, recorded.ranked),
-        partial(sampled, recorded.sampled) if is_sampled and recorded.sampled is not None else None,
-        None if recorded.proposed is None else partial(proposed, recorded.proposed),
+        ranking if "ranked" in brought else None,
+        sampled if is_sampled else None,
+        proposed if "proposed" in brought else None,
+        row=row,
     )
 
 

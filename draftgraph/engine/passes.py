@@ -25,6 +25,7 @@ Moves = tuple[Ints, Ints]  # from these slots to those
 
 NOTHING, NOBODY, NO_TABLE = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int32)
 GREEDY, NOISELESS = Warping(), Warping(temperature=0.0)
+ITSELF = -1  # a node's token is the one that the host has written
 
 
 class PassShape(NamedTuple):
@@ -70,7 +71,7 @@ class Piece:
     @property
     def length(self) -> int:
         """Of the text before it."""
-        return len(self.context.text) + (self.start if self.segment.chain else 0)
+        return len(self.context.text) + self.segment.ahead + (self.start if self.segment.chain else 0)
 
     @property
     def scratch(self) -> int:
@@ -107,23 +108,25 @@ def next_pass(waiting: deque[Piece], nodes: int, sequences: int) -> list[Piece]:
 class PassData:
     """The buffer of passes of one shape; `host` is what to write into."""
 
-    def __init__(self, shape: PassShape, most_pages: int, idle: int, device: torch.device) -> None:
+    def __init__(self, shape: PassShape, most_pages: int, idle: int, device: torch.device, sides: int = 1) -> None:
         """`idle`: the first slot of a page that nobody reads."""
         nodes, sequences, words, scored, *_ = shape
         self.shape, self._idle = shape, idle
         whole: Parts = {name: ((nodes,), torch.int64) for name in ("tokens", "positions", "slots")}
         whole |= {name: ((shape.moves,), torch.int64) for name in ("moved_from", "moved_to")}
         whole |= {"ancestors": ((nodes, words), torch.int64)}
-        whole |= {name: ((scored,), torch.int64) for name in ("key", "top_k")}
+        whole |= {name: ((scored,), torch.int64) for name in ("key", "top_k", "is_sampled")}
+        whole |= {"follows": ((nodes,), torch.int64)}
         whole |= {name: ((scored,), torch.float64) for name in ("temperature", "top_p", "min_p")}
         whole |= {"starts": ((sequences + 1,), torch.int32), "lengths": ((sequences,), torch.int32)}
         whole |= {"pages": ((sequences, most_pages), torch.int32)}
         whole |= {"scratch_positions": ((sequences, words * WORD), torch.int32)}
         whole |= {"adapters": ((nodes,), torch.int64)} if shape.adapted else {}
-        buffer = Buffer(whole, device)
-        self.host, on_device, self.arrive = buffer.host, buffer.device, buffer.arrive
+        self._buffer = Buffer(whole, device, sides)
+        on_device = self._buffer.device
         self.tokens, self.positions = on_device["tokens"][None], on_device["positions"][None]
         self.slots, self.adapters = on_device["slots"], on_device.get("adapters")  # None: nobody has one
+        self.follows, self.is_sampled = on_device["follows"], on_device["is_sampled"]
         self.moves = on_device["moved_from"], on_device["moved_to"]
         self.noise = on_device["key"], on_device["temperature"]
         self.sampling = (*self.noise, on_device["top_p"], on_device["min_p"], on_device["top_k"])
@@ -131,9 +134,23 @@ class PassData:
         told = on_device["starts"], on_device["lengths"], on_device["pages"], *seen
         self.paged = PagedPass(*told, most_nodes=nodes)
         self.states: Tensor | None = None  # [nodes, width], for a head
-        self.host["temperature"][:] = self.host["top_p"][:] = 1.0
-        self.fill([])
-        self.hand_over([])
+        for _ in range(sides):
+            self.host["temperature"][:] = self.host["top_p"][:] = 1.0
+            self.host["follows"][:] = ITSELF
+            self.fill([])
+            self.hand_over([])
+            self.turn()
+        self.arrive()
+
+    @property
+    def host(self) -> dict[str, Any]:
+        return self._buffer.host
+
+    def turn(self) -> int:
+        return self._buffer.turn()
+
+    def arrive(self) -> None:
+        self._buffer.arrive()
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """The nodes of sequences, one after the other."""
@@ -163,6 +180,10 @@ class PassData:
             PAGE,
             self._idle,
         )
+        host["follows"][:] = ITSELF
+        for piece, start in zip(pieces, host["starts"], strict=False):
+            if piece.segment.follows is not None:
+                host["follows"][start] = piece.segment.follows
         if self.shape.adapted:
             adapters = np.repeat([piece.context.adapter for piece in pieces], [len(piece) for piece in pieces])
             host["adapters"][: len(adapters)], host["adapters"][len(adapters) :] = adapters, 0
@@ -191,6 +212,7 @@ class PassData:
         counts, without = [count for count, _ in wishes], NOISELESS if self.shape.proposals else GREEDY
         told = [(signed(one.key), one.warping) if one else (0, without) for _, one in wishes]
         self.host["key"][: sum(counts)] = np.repeat(np.array([key for key, _ in told], dtype=np.int64), counts)
+        self.host["is_sampled"][: sum(counts)] = np.repeat([one is not None for _, one in wishes], counts)
         for name in ("temperature", "top_p", "min_p", "top_k"):
             values = np.array([getattr(warping, name) for _, warping in told], dtype=self.host[name].dtype)
             self.host[name][: sum(counts)] = np.repeat(values, counts)

@@ -4,7 +4,7 @@ given (segments) and what it returns."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 from typing import Any, Protocol
@@ -44,14 +44,9 @@ class Ranking:
     def read(cls, found: Floats) -> Ranking:
         return cls(found[:, 0].astype(np.int64), found[:, 1].copy())
 
-    def best(self, node: int, logits: Tensor) -> int:
-        """The argmax of a node: of equals the first, of which `topk` may have kept another."""
-        values = self.logits[node]
-        if len(values) > 1 and values[0] > values[1]:
-            return int(self.tokens[node, 0])
-        ties = values == values[0]
-        ties[0] = True  # also where it is no number
-        return int(logits[node].argmax()) if ties.all() else int(self.tokens[node][ties].min())
+    def best(self, node: int) -> int:
+        """The argmax of a node: of equals the first."""
+        return int(self.tokens[node, 0])
 
     def finite(self, nodes: list[int]) -> bool:
         """Whether these nodes have a best token at all."""
@@ -142,8 +137,10 @@ class PassResult:
         sampled: Callable[[], list[int]] | None = None,
         proposed: Callable[[], tuple[Ints, Floats]] | None = None,
         states: Tensor | None = None,  # of all nodes, scored or not, where they are read; as long good as the logits
+        row: Callable[[], int | None] | None = None,
     ) -> None:
         self.logits, self.states = logits, states
+        self._row = row
         self._ranking, self._sampled, self._proposed = ranking, sampled, proposed
 
     @cached_property
@@ -161,9 +158,25 @@ class PassResult:
         """Tokens and probabilities [nodes, k] as they were wanted; None: they are to be read from the logits."""
         return None if self._proposed is None else self._proposed()
 
+    @property
+    def row(self) -> int | None:
+        """Where the next pass finds the token that the device has chosen at the first node: see `Segment.follows`;
+        None: nowhere, or no longer."""
+        return None if self._row is None else self._row()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the device samples at the nodes."""
+        return self._sampled is not None
+
+    @property
+    def chosen(self) -> int:
+        """The token that the device has chosen at the first node."""
+        return self.best(0) if self.sampled is None else self.sampled[0]
+
     def best(self, node: int) -> int:
         """The argmax of a node."""
-        return self.ranking.best(node, self.logits)
+        return self.ranking.best(node)
 
 
 PREFILL_CHUNK = 2048  # tokens that are read in one pass, if nothing else is asked for
@@ -222,6 +235,10 @@ class Engine(Protocol):
     ranks: int  # processes that compute every pass together
 
     @property
+    def goes_ahead(self) -> bool:
+        """Whether a pass may set off before the one before it was read: see `Segment.follows`."""
+
+    @property
     def left(self) -> Tensor | None:
         """The states of all nodes of the last pass that are read; None: they lie in no fixed place."""
 
@@ -254,6 +271,9 @@ class Engine(Protocol):
     def wait(self) -> None:
         """Until the last pass is done."""
 
+    def mark(self) -> Callable[[], None]:
+        """What waits until the pass that was launched last is done, whatever is launched meanwhile."""
+
     def has_room(self, tokens: int, without: Sequence[Any] = ()) -> bool:
         """For so many more tokens, once these contexts are closed."""
 
@@ -277,16 +297,28 @@ class Segment:
     sampling: Sampling | None = None  # how tokens are chosen at the nodes, where the device can do that
     wanted: Wanted | None = None  # what a draft proposes at the nodes, where the device can find it
     states: Tensor | None = None  # [nodes, width]: what a head reads beside the tokens; None: zeros
+    ahead: int = 0  # tokens between the text and a chain, which passes before this one compute: they become text first
+    follows: int | None = None  # its one token is the one chosen in this row of the pass before; None: `tokens`
 
     @classmethod
-    def of_text(cls, context: Any, tokens: list[int], scored: bool = False, states: Tensor | None = None) -> Segment:
+    def of_text(
+        cls, context: Any, tokens: list[int], scored: bool = False, states: Tensor | None = None, ahead: int = 0
+    ) -> Segment:
         """The text goes on with these: commit them after the pass."""
         count, seen = len(tokens), np.tri(len(tokens), dtype=bool)
-        return cls(context, np.array(tokens), np.arange(count), seen, scored, chain=True, states=states)
+        return cls(context, np.array(tokens), np.arange(count), seen, scored, chain=True, states=states, ahead=ahead)
+
+    @classmethod
+    def of_root(cls, context: Any, token: int, sampling: Sampling | None, ahead: int, follows: int | None) -> Segment:
+        """One token behind the text, and behind what passes before this one compute."""
+        return replace(cls.of_text(context, [token], True, None, ahead), sampling=sampling, follows=follows)
 
     @classmethod
     def of_tree(cls, context: Any, tree: TokenTree, sampling: Sampling | None = None) -> Segment:
         return cls(context, tree.tokens, tree.depths, tree.mask, sampling=sampling)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def commit(self) -> None:
         """The nodes are text now."""

@@ -25,14 +25,20 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def best_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same, with the logits themselves."""
+    """The same, with the logits themselves; of equals the first is the best."""
     k = min(k, logits.shape[-1])
     if logits.is_cuda and available and logits.dtype != torch.float64:
         return best_tokens_triton(logits, k, normalised=False)
     if is_compilable(logits):
         return best_tokens_compiled(logits, k, normalised=False)
-    best = torch.topk(logits, k)
-    return best.indices, best.values
+    return first_of_equals(logits, *torch.topk(logits, k))
+
+
+def first_of_equals(logits: Tensor, values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the largest the one that comes first is put first: `topk` may have put another there, or left it out."""
+    first = logits.argmax(dim=-1, keepdim=True)
+    tokens = torch.where(tokens == first, tokens[:, :1], tokens)
+    return torch.cat([first, tokens[:, 1:]], dim=1), values
 
 
 def best_tokens_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,7 @@ class Policy(Protocol):
     """Grows the graph of one step after another. The order of the calls is that of `step.py`."""
 
     limits: Limits
+    proposes: bool  # anything, ever
 
     def plan(self, cost: CostModel) -> None:
         """Decides how far the draft is to go in the next step; may be asked while the target is at work."""
@@ -96,6 +97,8 @@ class Policy(Protocol):
 class PlainPolicy:
     """Nobody proposes anything: the last token alone."""
 
+    proposes = False
+
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
 
@@ -114,6 +117,8 @@ class PlainPolicy:
 
 class LevelPolicy:
     """All sources are asked for each level, the draft only for what is worth its pass."""
+
+    proposes = True
 
     def __init__(self, sources: Sources, limits: Limits) -> None:
         self.sources, self.limits = sources, limits
@@ -151,6 +156,8 @@ class LevelPolicy:
 class ChainPolicy:
     """The draft writes one token behind the other on the device."""
 
+    proposes = True
+
     def __init__(self, draft: Any, limits: Limits) -> None:
         self.draft, self.limits = draft, limits
 
@@ -178,6 +185,8 @@ class ChainPolicy:
 
 class DevicePolicy:
     """The draft grows its levels on the device; while it does, the memories are asked, and then all is pooled."""
+
+    proposes = True
 
     def __init__(self, draft: Any, candidates: Candidates, limits: Limits) -> None:
         self.draft, self.candidates, self.limits = draft, candidates, limits
