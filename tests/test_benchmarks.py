@@ -11,7 +11,9 @@ import torch
 from tiny_models import HEADS, REPOSITORY, SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from draftgraph.batching import Limits, Scheduler
 from draftgraph.engine.borrowing import Loan
+from draftgraph.pair import Pair
 from draftgraph.proposers.draft_model import DraftVocabulary, likeliest
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -237,6 +239,17 @@ def test_what_one_call_set_off_is_one_span_and_gaps_between_spans_are_waiting():
     assert spans == [(0.0, 10.0), (15.0, 20.0)]
     steps = [(0.0, 100.0), (110.0, 120.0), (119.0, 130.0), (135.0, 230.0), (230.0, 240.0), (245.0, 345.0)]
     assert host_share.waits_of(steps) == [(135.0, 15.0), (110.0, 5.0)]  # lengths of two steps, and the gaps in them
+
+
+@pytest.mark.parametrize("mode", ["off", "chain"])
+def test_steps_of_many_texts_are_counted_from_when_all_have_begun(mode, monkeypatch):
+    monkeypatch.setenv("DRAFTGRAPH_ENGINE", "static")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = llama()
+    scheduler = Scheduler(Pair(model, model, None), Limits(texts=5, slots=4096))
+    steps = list(host_share.together(scheduler, [[1, 2, 3], [4] * 40], mode, 20, 5))
+    assert min(steps) >= 5 and sum(steps) <= 5 * 19 and not scheduler.busy
+    assert (max(steps) == 5) == (mode == "off")
 
 
 def test_two_runs_are_compared_cell_by_cell():

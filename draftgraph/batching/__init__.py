@@ -15,4 +15,6 @@ __all__ = ["Batch", "Job", "Limits", "Progress", "Scheduler"]
 
 def __getattr__(name: str) -> Any:
     """Imports on first use what needs torch, which whoever only sends jobs does without."""
+    if name not in __all__:
+        raise AttributeError(f"module 'draftgraph.batching' has no attribute {name!r}")
     return getattr(import_module("draftgraph.batching.scheduler"), name)
