@@ -1,9 +1,11 @@
-"""What does a pass over a tree cost behind a long text? Compares it with what reading the longer text must cost.
+"""What does a pass cost behind long texts, or many? Compares it with what reading them must cost.
 
     python benchmarks/long_texts.py --inflate llama-2-7b --texts 512,4096,8128 --json
+    python benchmarks/long_texts.py --inflate llama-2-7b --texts 16,128,400 --together 64 --nodes 1
 
 The limit of a pass is its time behind the shortest text, and what the further keys and values take to read at the
-bandwidth of the memory. The goal is at most 1.25 times that.
+bandwidth of the memory; the limit of its attention is what all keys and values take. The goal is at most 1.25 times
+that. Attention is what its kernels took in a profile.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import draftgraph
 from draftgraph.bench import inflate
 from draftgraph.cost.measure import branches
 from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.paged import PagedContext, PagedEngine
+from draftgraph.engine.pages import PAGE
 from draftgraph.engine.protocol import Segment
 from draftgraph.graph import TokenTree
 
@@ -29,6 +33,7 @@ BANDWIDTH = 4.3e12  # bytes per second that an H200 reads
 GOAL = 1.25
 BURST = 20  # passes back to back
 ROUNDS = 9
+ATTENTION = "_attend"  # in the names of its kernels
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Pass:
     ms: float
     limit_ms: float
     share: float  # of the limit
+    attention_ms: float
+    attention_share: float  # of its limit
 
 
 def key_value_bytes(model: Any) -> int:
@@ -47,34 +54,45 @@ def key_value_bytes(model: Any) -> int:
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize)
 
 
-def pass_ms(context: PagedContext, nodes: int) -> float:
+def pass_ms(contexts: list[PagedContext], tree: TokenTree) -> float:
     """On the device, one of many back to back."""
-    tree = branches(np.full(nodes, 1))
     times = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        check(context, tree)
+        check(contexts, tree)
         begin.record()
         for _ in range(BURST):
-            check(context, tree)
+            check(contexts, tree)
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / BURST)
     return median(times)
 
 
-def check(context: PagedContext, tree: TokenTree) -> None:
-    context.engine.run([Segment.of_tree(context, tree)])
-    context.forget(0)
+def attention_ms(contexts: list[PagedContext], tree: TokenTree) -> float:
+    """What its kernels take in a pass."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(ROUNDS):
+            check(contexts, tree)
+        torch.cuda.synchronize()
+    spent = sum(event.device_time_total for event in profiled.key_averages() if ATTENTION in event.key)
+    return float(spent) / 1000 / ROUNDS
 
 
-def judged(times: dict[int, float], nodes: int, token_bytes: int) -> list[Pass]:
-    """The times of passes by length of the text, against their limits."""
+def check(contexts: list[PagedContext], tree: TokenTree) -> None:
+    contexts[0].engine.run([Segment.of_tree(context, tree) for context in contexts])
+    for context in contexts:
+        context.forget(0)
+
+
+def judged(times: dict[int, tuple[float, float]], nodes: int, token_bytes: int, together: int = 1) -> list[Pass]:
+    """The times of passes and of their attention by length of the texts, against their limits."""
     first = min(times)
     found = []
-    for text, ms in times.items():
-        limit = times[first] + 1000 * (text - first) * token_bytes / BANDWIDTH
-        found.append(Pass(text, nodes, ms, limit, ms / limit))
+    for text, (ms, attention) in times.items():
+        reading = 1000 * together * token_bytes / BANDWIDTH
+        limit = times[first][0] + reading * (text - first)
+        found.append(Pass(text, nodes, ms, limit, ms / limit, attention, attention / (reading * text)))
     return found
 
 
@@ -83,7 +101,8 @@ def main() -> None:
     parser.add_argument("--target")
     parser.add_argument("--inflate")
     parser.add_argument("--texts", default="512,4096,8128")
-    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--nodes", type=int, default=64, help="behind each text")
+    parser.add_argument("--together", type=int, default=1, help="texts of that length in a pass")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     model = draftgraph.load(asked.target, device="cuda").target
@@ -92,17 +111,24 @@ def main() -> None:
     lengths = sorted(map(int, asked.texts.split(",")))
     times = {}
     with Loan(model):
-        context = PagedEngine(model).open()
-        context.reserve(lengths[-1] + asked.nodes)
+        engine, tree = PagedEngine(model), branches(np.full(asked.nodes, 1))
+        engine.reserve(asked.together * (lengths[-1] + asked.nodes + PAGE))
+        contexts = [engine.open() for _ in range(asked.together)]
+        for context in contexts:
+            context.reserve(lengths[-1] + asked.nodes)
         for length in lengths:
-            context.prefill([1] * (length - len(context.text)))
-            times[length] = pass_ms(context, asked.nodes)
-    passes = judged(times, asked.nodes, key_value_bytes(model))
+            for context in contexts:
+                context.prefill([1] * (length - len(context.text)))
+            times[length] = pass_ms(contexts, tree), attention_ms(contexts, tree)
+    passes = judged(times, asked.nodes, key_value_bytes(model), asked.together)
     if asked.json:
         print(json.dumps([asdict(one) for one in passes]))
         return
     for one in passes:
-        print(f"text {one.text:6d}: {one.ms:.3f} ms, {one.share:.2f} of the limit {one.limit_ms:.3f} (goal {GOAL})")
+        print(
+            f"text {one.text:6d}: {one.ms:.3f} ms, {one.share:.2f} of the limit {one.limit_ms:.3f} (goal {GOAL}); "
+            f"attention {one.attention_ms:.3f} ms, {one.attention_share:.2f} of its limit"
+        )
 
 
 if __name__ == "__main__":

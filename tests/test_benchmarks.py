@@ -225,8 +225,11 @@ def test_captured_passes_are_timed(compiled):
 
 
 def test_passes_behind_long_texts_are_judged_by_what_reading_them_must_cost():
-    at_512, at_1512 = long_texts.judged({512: 2.0, 1512: 3.0}, 64, token_bytes=4_300_000)  # a microsecond each
-    assert (at_512.share, at_1512.limit_ms, at_1512.share) == (1.0, 3.0, 1.0)
+    times = {500: (2.0, 1.0), 1500: (3.0, 3.0)}
+    at_500, at_1500 = long_texts.judged(times, 64, token_bytes=4_300_000)  # a microsecond each
+    assert (at_500.share, at_1500.limit_ms, at_1500.share) == (1.0, 3.0, 1.0)
+    assert (at_500.attention_share, at_1500.attention_share) == (2.0, 2.0)
+    assert long_texts.judged(times, 64, 4_300_000, together=2)[1].limit_ms == 4.0
     assert long_texts.key_value_bytes(llama()) == 2 * 4 * 2 * 16 * 4
 
 
