@@ -8,6 +8,7 @@ chosen another token, a row was computed in vain, and nobody reads it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Pass:
     pieces: dict[Sequence, Segment]  # of prompts
     results: dict[Sequence, PassResult]
     wait: Callable[[], None]
+    started: float  # when the host began with it, or with the step that reads it
     graphs: dict[Sequence, Hypotheses] = field(default_factory=dict)  # of those that step
     roots: dict[Sequence, Callable[[], int]] | None = None  # of one that set off ahead: the tokens that it went on with
 
@@ -48,13 +50,13 @@ class Pass:
 
 
 def set_off(steps: dict[Sequence, Segment], pieces: dict[Sequence, Segment], engines: Engines) -> Pass:
-    segments = steps | pieces
+    started, segments = time.perf_counter(), steps | pieces
     results = engines.target.run(list(segments.values())) if segments else []
     for sequence in steps:
         sequence.under_way += 1
     for sequence, piece in pieces.items():
         sequence.under_way += len(piece.tokens)
-    return Pass(steps, pieces, dict(zip(segments, results, strict=True)), engines.target.mark())
+    return Pass(steps, pieces, dict(zip(segments, results, strict=True)), engines.target.mark(), started)
 
 
 def run_ahead(
@@ -99,6 +101,7 @@ def arriving(ready: Several[Sequence], reading: Several[Sequence], engines: Engi
     engines.following = None
     if current is None or current.roots is None:
         return None
+    current.started = time.perf_counter()
     for one in ready:
         if one in current.steps and one.under_way:
             if current.roots[one]() == one.text[-1]:

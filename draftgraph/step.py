@@ -70,7 +70,7 @@ def step(
     with engines.threads():
         current = arriving(ready, reading, engines) or launch(ready, reading, pieces, engines, experience, taken)
         following = engines.following = run_ahead(current, ready, reading, pieces, engines, experience)
-        verify(current, taken, started)
+        verify(current, taken)
         verified = time.perf_counter()
         choose_and_commit(current, taken)
         begun = begin_read(current, reading, taken)
@@ -125,7 +125,7 @@ def grow(ready: list[Sequence], engines: Engines, experience: Experience, taken:
     return [grown[sequence] if sequence in grown else sequence.root_alone() for sequence in ready]
 
 
-def verify(current: Pass, taken: Taken, started: float) -> None:
+def verify(current: Pass, taken: Taken) -> None:
     """What the target says at every node of all graphs, and of the prompts that are read. While it is at work,
     sequences learn from the step before."""
     for sequence, hypotheses in current.graphs.items():
@@ -134,7 +134,7 @@ def verify(current: Pass, taken: Taken, started: float) -> None:
     current.wait()
     taken.sequences, taken.read = len(current.graphs) + len(current.pieces), sum(map(len, current.pieces.values()))
     taken.nodes = sum(len(hypotheses.tree) for hypotheses in current.graphs.values())
-    taken.seconds.verify = time.perf_counter() - started - taken.seconds.in_all
+    taken.seconds.verify = time.perf_counter() - current.started
 
 
 def choose_and_commit(current: Pass, taken: Taken) -> None:

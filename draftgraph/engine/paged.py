@@ -696,7 +696,8 @@ def result_of(
 
     brought = arrival.host
     return PassResult(
-        logits[rows],
+        logits,
+        rows,
         ranking if "ranked" in brought else None,
         sampled if is_sampled else None,
         proposed if "proposed" in brought else None,

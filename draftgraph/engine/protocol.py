@@ -4,7 +4,7 @@ given (segments) and what it returns."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from transformers import (
 
 from draftgraph.engine.adapters import Adapters
 from draftgraph.graph import NO_TOKEN, Bools, Floats, Ints, TokenTree
+from draftgraph.graph.unroll import FIRST, ITSELF
 from draftgraph.kernels.best import best_logits, best_tokens
 from draftgraph.kernels.noise import perturbed
 
@@ -133,15 +134,20 @@ class PassResult:
     def __init__(
         self,
         logits: Tensor,  # [nodes, vocabulary]; of a captured pass good until the next one
+        rows: slice = slice(None),  # those of the sequence
         ranking: Callable[[], Ranking] | None = None,
         sampled: Callable[[], list[int]] | None = None,
         proposed: Callable[[], tuple[Ints, Floats]] | None = None,
         states: Tensor | None = None,  # of all nodes, scored or not, where they are read; as long good as the logits
         row: Callable[[], int | None] | None = None,
     ) -> None:
-        self.logits, self.states = logits, states
+        self._logits, self._rows, self.states = logits, rows, states
         self._row = row
         self._ranking, self._sampled, self._proposed = ranking, sampled, proposed
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self._logits[self._rows]
 
     @cached_property
     def ranking(self) -> Ranking:
@@ -311,7 +317,7 @@ class Segment:
     @classmethod
     def of_root(cls, context: Any, token: int, sampling: Sampling | None, ahead: int, follows: int | None) -> Segment:
         """One token behind the text, and behind what passes before this one compute."""
-        return replace(cls.of_text(context, [token], True, None, ahead), sampling=sampling, follows=follows)
+        return cls(context, np.array([token]), FIRST, ITSELF, True, True, sampling, None, None, ahead, follows)
 
     @classmethod
     def of_tree(cls, context: Any, tree: TokenTree, sampling: Sampling | None = None) -> Segment:

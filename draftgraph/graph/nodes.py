@@ -87,6 +87,17 @@ def append(graph: Nodes, parent: int, token: int, prob: float, source: int, stat
     return place  # type: ignore[no-any-return]
 
 
+LONE = nodes_for(1)
+append(LONE, NONE, 0, 1.0, 0, OPEN)
+
+
+def lone_root(token: int) -> Nodes:
+    """A graph that nothing will be added to."""
+    node = LONE.node.copy()
+    node["token"][0] = token
+    return Nodes(node, LONE.size, LONE.buckets)
+
+
 @compiled
 def child_of(graph: Nodes, parent: int, token: int) -> int:
     """The child with this token, NONE if there is none."""

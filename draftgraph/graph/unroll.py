@@ -16,7 +16,8 @@ from draftgraph.graph.heap import THING, pop, push
 from draftgraph.graph.nodes import DRAFT, MERGED, NONE, OPEN, ROOT, Bools, Floats, Ints, Nodes, Source
 
 WORD = 64  # bits of a number
-ITSELF = np.ones((1, 1), dtype=bool)
+FIRST, CERTAIN, ITSELF = np.zeros(1, dtype=np.int64), np.ones(1), np.ones((1, 1), dtype=bool)  # of a root alone
+ABOVE = np.full(1, NONE)
 
 
 @dataclass(frozen=True)

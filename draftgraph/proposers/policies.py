@@ -12,8 +12,9 @@ from draftgraph.compiled import compiled
 from draftgraph.config import CostModel, GraphConfig
 from draftgraph.cost.budget import HitRate, levels_ahead, nodes_worth_checking, price_of_levels
 from draftgraph.graph import Floats, Ints, TokenGraph, TokenTree
-from draftgraph.graph.nodes import DRAFT, EXPANDED, LEAF, NONE, OPEN, Nodes, append, nodes_for
+from draftgraph.graph.nodes import DRAFT, EXPANDED, LEAF, NONE, OPEN, Nodes, append, lone_root, nodes_for
 from draftgraph.graph.token_graph import array_of
+from draftgraph.graph.unroll import ABOVE, CERTAIN, FIRST
 from draftgraph.proposers.candidates import Candidates
 from draftgraph.proposers.copying import SuffixProposer
 from draftgraph.proposers.growth import Growing, Proposer, growing
@@ -224,14 +225,9 @@ class DevicePolicy:
         """Nothing is kept: the next step reads all that was accepted, for the price of a level that it needs anyway."""
 
 
-FIRST, CERTAIN = np.zeros(1, dtype=np.int64), np.ones(1)
-
-
 def root_alone(text: list[int], limits: Limits) -> Hypotheses:
-    nodes = nodes_for(1)
-    append(nodes, NONE, text[-1], 1.0, 0, OPEN)
-    graph = TokenGraph.of_nodes(nodes, limits.config, 0, limits.ends)
-    return Hypotheses(graph, TokenTree(np.array(text[-1:]), FIRST - 1, FIRST, FIRST, CERTAIN, ["root"]))
+    graph = TokenGraph.of_nodes(lone_root(text[-1]), limits.config, 0, limits.ends)
+    return Hypotheses(graph, TokenTree(np.array(text[-1:]), ABOVE, FIRST, FIRST, CERTAIN, ["root"]))
 
 
 @compiled
