@@ -22,8 +22,8 @@ from draftgraph.engine.protocol import PassResult, Segment
 from draftgraph.proposers.policies import Hypotheses
 from draftgraph.sequence import Engines, Sequence
 
-# For those who step together, what is read beside them of the prompts of others.
-Pieces = Callable[[Several[Sequence], Several[Sequence]], dict[Sequence, Segment]]
+# For those who step together with so many nodes, what is read beside them of the prompts of others.
+Pieces = Callable[[Several[Sequence], int, Several[Sequence]], dict[Sequence, Segment]]
 
 
 @dataclass
@@ -71,7 +71,7 @@ def run_ahead(
     if not engines.goes_ahead or not current.leaves_logits:
         return None
     going_on = [one for one in ready if not one.is_ending] + [one for one in reading if not one.unread]
-    drafts = experience.habit(len(going_on)).drafts
+    drafts = experience.habit(len(ready) + len(reading)).drafts
     if any(one.proposes(drafts) for one in going_on):
         return None
     before = {one: current.results[one] for one in going_on if one in current.graphs}
@@ -79,7 +79,7 @@ def run_ahead(
     steps = {
         one: Segment.of_root(one.context, one.text[-1], one.sampling, one.under_way, rows.get(one)) for one in going_on
     }
-    read = pieces(going_on, [one for one in reading if one.unread])
+    read = pieces(going_on, len(going_on), [one for one in reading if one.unread])
     if not steps and not read:
         return None
     try:

@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftgraph.ahead import Pass, Pieces, arriving, run_ahead, set_off
-from draftgraph.cost.reading import ALL, share
+from draftgraph.cost.reading import ALL, price_of_reading, share
 from draftgraph.cost.sharing import Experience, Seconds
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.pages import OutOfPages
@@ -32,6 +33,7 @@ from draftgraph.stats import Step
 
 LATE = 24  # tokens that a draft may lack when it begins a level beside others: more are read before
 CATCH_UP = 1024  # of them in one pass
+LEAST_SHARE = 0.1  # of a step that reads, which is not for reading
 WAITING = 512  # states of a text that wait for a head, before it reads them though it does not draft
 
 
@@ -49,7 +51,7 @@ class Taken:
     recorded: int = field(default_factory=lambda: Captured.made)  # passes, before it began
 
 
-def none_read(ready: Several[Sequence], reading: Several[Sequence]) -> dict[Sequence, Segment]:
+def none_read(ready: Several[Sequence], nodes: int, reading: Several[Sequence]) -> dict[Sequence, Segment]:
     return {}
 
 
@@ -67,6 +69,7 @@ def step(
     Raises what a pass raises (memory or pages are short) before any sequence has taken its step.
     """
     taken, started = Taken(), time.perf_counter()
+    together = len(ready) + len(reading)  # those whose prompts are being read will be there soon
     with engines.threads():
         current = arriving(ready, reading, engines) or launch(ready, reading, pieces, engines, experience, taken)
         following = engines.following = run_ahead(current, ready, reading, pieces, engines, experience)
@@ -75,12 +78,12 @@ def step(
         choose_and_commit(current, taken)
         begun = begin_read(current, reading, taken)
         going_on = [*(one for one in ready if not one.done), *begun]
-        drafts = following is None and experience.habit(len(going_on)).drafts
+        drafts = following is None and experience.habit(together).drafts
         starting = start_drafts(going_on, engines, experience, drafts, room)
         remember_and_learn(taken, begun, engines.target.asynchronous)
     now = time.perf_counter()
     taken.seconds.other = now - verified - starting
-    account(current, taken, experience, now - started)
+    account(current, together, taken, experience, now - started)
     return taken
 
 
@@ -95,7 +98,7 @@ def launch(
     """One pass over the graphs of all sequences, and over pieces of the prompts that are being read."""
     graphs = dict(zip(ready, grow(ready, engines, experience, taken), strict=True))
     steps = {one: Segment.of_tree(one.context, grown.tree, one.sampling) for one, grown in graphs.items()}
-    current = set_off(steps, pieces(ready, reading), engines)
+    current = set_off(steps, pieces(ready, sum(map(len, steps.values())), reading), engines)
     current.graphs = graphs
     return current
 
@@ -224,20 +227,24 @@ def remember_and_learn(taken: Taken, begun: list[Sequence], asynchronous: bool) 
             guarded(sequence, act, sequence)
 
 
-def account(current: Pass, taken: Taken, experience: Experience, seconds: float) -> None:
-    """Where the time went; and, of a step in which nothing was read or recorded, how long it took beside its prices.
-    What the host does while a pass that set off ahead is computed costs nothing."""
+def account(current: Pass, together: int, taken: Taken, experience: Experience, seconds: float) -> None:
+    """Where the time went, and how it compares with prices. What the host does while a pass that set off ahead is
+    computed costs nothing."""
     ready = list(current.graphs)
     if current.roots is not None:
         taken.seconds.verify, taken.seconds.other = taken.seconds.verify + taken.seconds.other, 0.0
     for sequence in ready:
         taken.seconds.spent_on(sequence.seconds)
-    if not ready or taken.read or Captured.made != taken.recorded:
+    if not ready or Captured.made != taken.recorded:
         return
-    experience.learn(ready[0].cost(), len(ready), taken.nodes, taken.draft_passes, taken.seconds, taken.drafting)
-    if len(ready) > 1 and any(sequence.decides_by_the_clock for sequence in ready):
+    cost = ready[0].cost()
+    if not taken.read:
+        experience.learn(cost, len(ready), taken.nodes, taken.draft_passes, taken.seconds, taken.drafting)
+    as_many = len(ready).bit_length() == together.bit_length()
+    if together > 1 and as_many and any(sequence.decides_by_the_clock for sequence in ready):
         tokens = sum(len(found.tokens) for _, found in taken.steps if found is not None)
-        experience.habit(len(ready)).learn(tokens, seconds)
+        reading = float(price_of_reading(cost, np.array([taken.read]))[0])
+        experience.habit(together).learn(tokens, max(seconds - reading, LEAST_SHARE * seconds))
 
 
 def guarded(sequence: Sequence, act: Callable[..., Any], *given: Any) -> bool:

@@ -15,6 +15,7 @@ from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch
 from draftgraph.choose import Outputs
 from draftgraph.cost.latency import Curve, Latencies, MeasuredCost
+from draftgraph.cost.sharing import Experience
 from draftgraph.engine import paged
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.protocol import PassResult, Segment
@@ -270,3 +271,22 @@ def test_what_is_under_way_is_forgotten_with_a_step_that_failed(
         assert told[sequence] == sequence.new_tokens == expected[: len(told[sequence])]
         assert sequence in failed or told[sequence] == expected
     check_left_behind(batch)
+
+
+def test_texts_that_are_being_read_count_when_it_is_decided_whether_to_draft(
+    decoder: GraphDecoder, batch_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few that draft would make steps long, in which prompts are read, and so stay few."""
+    curves = (Curve.of([0], [1, 64], [[seconds, seconds]]) for seconds in (1e-2, 1e-5))
+    measured = GraphConfig(cost=MeasuredCost(Latencies(*curves, 64, 1.0)))
+    prompts = [REPEATING, *([place * step % VOCAB for place in range(300)] for step in range(2, 12))]
+    sequences = [sequence_of(decoder, prompt, {"max_new_tokens": 60}, measured, 0) for prompt in prompts]
+    batch = Batch(decoder, 8192, 16, batch_of().engines, chunk=32)
+    monkeypatch.setattr(decoder, "experience", Experience())
+    for sequence in sequences:
+        batch.add(sequence)
+    begun, drafted = [], []
+    while batch.busy:
+        begun.append(sum(sequence.began for sequence in batch.running))
+        drafted.append(batch.step().drafting)
+    assert 1 in begun and not any(drafted[: begun.index(max(begun))]), "eleven do not draft until that has been tried"

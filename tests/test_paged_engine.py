@@ -723,3 +723,20 @@ def test_rounding_is_told_from_errors_in_half_precision(
             crowd, "forward", lambda self, tokens, *given, wrong=wrong: sound(self, tokens, *wrong(*given))
         )
         assert "off those of plain passes" in str(selfcheck._paged_problem(target, kind))
+
+
+def test_what_is_read_beside_nodes_fills_their_pass_up(model: Any) -> None:
+    engine = PagedEngine(model, captured=True)
+    assert [engine.fitting(nodes, 100) for nodes in (0, 1, 64, 150, 500, 512, 600)] == [
+        100,
+        127,
+        192,
+        106,
+        12,
+        100,
+        168,
+    ]
+    assert engine.fitting(64, 0) == 0 and engine.fitting(64, 4096) == 448
+    assert PagedEngine(model).fitting(64, 100) == 100
+    engine.widest = 16  # memory is short
+    assert [engine.fitting(nodes, 100) for nodes in (1, 15, 16)] == [15, 1, 100]

@@ -29,7 +29,7 @@ from draftgraph.sequence import Engines, Sequence, forget_all
 from draftgraph.step import Taken, guarded, read_draft, step
 
 SEQUENCES = 64  # continued at a time
-CHUNK = 256  # tokens of prompts that are read beside the steps of others, at most: see `Pace`
+CHUNK = 512  # tokens of prompts that are read beside the steps of others, at most: see `Pace`
 SHARE = 0.5  # of the memory that is free: what keys and values may take
 USUAL = {"cpu": 512, "cuda": 4096}  # tokens that a pool has room for, for every sequence: more than most have
 FEWEST = 4096  # slots of a pool
@@ -121,13 +121,16 @@ class Batch:
         taken = step(ready, reading, self.engines, self.decoder.experience, self._pieces, missed)
         if Captured.made == taken.recorded:
             read = 0.0 if prices is None else float(price_of_reading(prices, np.array([taken.read]))[0])
-            self._pace.learn(time.perf_counter() - started, price_of_pass(ready, taken.nodes), read)
+            seconds = time.perf_counter() - started
+            self._pace.learn(seconds, taken.seconds.verify, price_of_pass(ready, taken.nodes), read)
         self._nodes = taken.nodes
         return taken
 
-    def _pieces(self, ready: Several[Sequence], reading: Several[Sequence]) -> dict[Sequence, Segment]:
-        """What one pass reads of prompts beside the steps of others."""
-        shares = share([sequence.unread for sequence in reading], self._room(ready, reading))
+    def _pieces(self, ready: Several[Sequence], nodes: int, reading: Several[Sequence]) -> dict[Sequence, Segment]:
+        """What one pass reads of prompts beside the steps of others: also what it has room for anyway."""
+        room = self._room(ready, reading)
+        fitting = min(self.engines.target.fitting(nodes, room), max(room, self._pace.most))
+        shares = share([sequence.unread for sequence in reading], fitting)
         return {one: one.piece(count) for one, count in zip(reading, shares, strict=True) if count}
 
     def _room(self, ready: Several[Sequence], reading: Several[Sequence]) -> int:

@@ -26,6 +26,7 @@ class Pace:
     def __init__(self, most: int) -> None:
         self.most = most
         self._plain: float | None = None  # seconds of a step that reads nothing, for the price of its pass
+        self._pass: float | None = None  # of that pass alone
         self._reading: float | None = None  # seconds that reading takes, for its price
 
     def room(self, others: float, reading: CostModel) -> int:
@@ -35,15 +36,16 @@ class Pace:
         if not others:
             most, seconds = ALONE, SECONDS
         prices = price_of_reading(reading, np.arange(LEAST, most + 1, LEAST))
-        enough = int(((self._reading or self._plain or 1.0) * prices <= seconds).sum())
+        enough = int(((self._reading or self._pass or 1.0) * prices <= seconds).sum())
         return min(most, LEAST * max(1, enough))
 
-    def learn(self, seconds: float, others: float, read: float) -> None:
-        """A step took so long; `others` and `read` are the prices of what it checked and read."""
+    def learn(self, seconds: float, verifying: float, others: float, read: float) -> None:
+        """A step took so long, and its pass; `others` and `read` are the prices of what that checked and read."""
         if others and not read:
             self._plain = followed(self._plain, seconds / others)
-        elif read and (self._plain is not None or not others):
-            self._reading = followed(self._reading, max(0.0, seconds - others * (self._plain or 0.0)) / read)
+            self._pass = followed(self._pass, verifying / others)
+        elif read and (self._pass is not None or not others):
+            self._reading = followed(self._reading, max(0.0, verifying - others * (self._pass or 0.0)) / read)
 
 
 def price_of_reading(prices: CostModel, tokens: Ints) -> Floats:

@@ -66,6 +66,9 @@ class EagerEngine:
 
     def wait(self) -> None: ...
 
+    def fitting(self, nodes: int, wanted: int) -> int:
+        return wanted
+
     def mark(self) -> Callable[[], None]:
         return self.wait
 

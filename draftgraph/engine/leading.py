@@ -79,6 +79,9 @@ class LeadEngine(Led):
         with self.group.waiting():
             self.inner.wait()
 
+    def fitting(self, nodes: int, wanted: int) -> int:
+        return self.inner.fitting(nodes, wanted)  # type: ignore[no-any-return]
+
     def mark(self) -> Callable[[], None]:
         return self.wait
 

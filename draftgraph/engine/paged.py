@@ -232,6 +232,12 @@ class PagedEngine:
     def wait(self) -> None:
         self.mark()()
 
+    def fitting(self, nodes: int, wanted: int) -> int:
+        last = nodes % self.widest  # of the last pass
+        if not self.captured or not last or not wanted:
+            return wanted
+        return max(min(LEAST_READ, self.widest), at_least(NODES, min(self.widest, last + wanted))) - last
+
     def mark(self) -> Callable[[], None]:
         return nothing if self._last is None else self._last.wait
 

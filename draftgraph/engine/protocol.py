@@ -277,6 +277,9 @@ class Engine(Protocol):
     def wait(self) -> None:
         """Until the last pass is done."""
 
+    def fitting(self, nodes: int, wanted: int) -> int:
+        """How many more nodes than these go into a pass, if so many are wanted: as many as its shape has room for."""
+
     def mark(self) -> Callable[[], None]:
         """What waits until the pass that was launched last is done, whatever is launched meanwhile."""
 

@@ -64,7 +64,7 @@ class ServerSettings:
     max_texts: int = 64  # answered together
     max_waiting: int = 256  # besides those; both are counted in answers
     max_per_key: int | None = None  # of both together; None: all of them, but for others' shares
-    chunked_prefill_size: int = 256  # tokens of prompts that a step reads beside the answers of others
+    chunked_prefill_size: int = 512  # tokens of prompts that a step reads beside the answers of others
     max_connections: int = 1000  # fewer where fewer files may be open
     deadline: float = 600.0  # seconds for one request
     header_seconds: float = 10.0  # for a client to send the headers of a request
