@@ -283,10 +283,13 @@ def test_texts_that_are_being_read_count_when_it_is_decided_whether_to_draft(
     sequences = [sequence_of(decoder, prompt, {"max_new_tokens": 60}, measured, 0) for prompt in prompts]
     batch = Batch(decoder, 8192, 16, batch_of().engines, chunk=32)
     monkeypatch.setattr(decoder, "experience", Experience())
+    for texts in (2, 4):
+        decoder.experience.habit(texts).drafts = True
     for sequence in sequences:
         batch.add(sequence)
     begun, drafted = [], []
     while batch.busy:
         begun.append(sum(sequence.began for sequence in batch.running))
         drafted.append(batch.step().drafting)
-    assert 1 in begun and not any(drafted[: begun.index(max(begun))]), "eleven do not draft until that has been tried"
+    few = [count for texts, count in zip(begun, drafted, strict=True) if texts < 8]
+    assert 4 in begun and not any(few[: begun.index(8)]), "eleven do not draft until that has been tried"
