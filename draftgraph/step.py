@@ -237,13 +237,13 @@ def account(current: Pass, together: int, taken: Taken, experience: Experience, 
         taken.seconds.spent_on(sequence.seconds)
     if not ready or Captured.made != taken.recorded:
         return
-    cost = ready[0].cost()
     if not taken.read:
-        experience.learn(cost, len(ready), taken.nodes, taken.draft_passes, taken.seconds, taken.drafting)
+        experience.learn(ready[0].cost(), len(ready), taken.nodes, taken.draft_passes, taken.seconds, taken.drafting)
+    deciding = [sequence for sequence in ready if sequence.decides_by_the_clock]
     as_many = len(ready).bit_length() == together.bit_length()
-    if together > 1 and as_many and any(sequence.decides_by_the_clock for sequence in ready):
+    if together > 1 and as_many and deciding:
         tokens = sum(len(found.tokens) for _, found in taken.steps if found is not None)
-        reading = float(price_of_reading(cost, np.array([taken.read]))[0])
+        reading = float(price_of_reading(deciding[0].cost(), np.array([taken.read]))[0])
         experience.habit(together).learn(tokens, max(seconds - reading, LEAST_SHARE * seconds))
 
 

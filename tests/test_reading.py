@@ -11,6 +11,7 @@ from test_batch import alone, run, sequence_of
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch
 from draftgraph.cost.budget import FlatCost
+from draftgraph.cost.latency import Curve, Latencies, MeasuredCost
 from draftgraph.cost.reading import ALONE, LEAST, SECONDS, SLOWER, Pace, price_of_reading, share
 
 PRICES = FlatCost(node=0.1)
@@ -160,3 +161,15 @@ def test_a_short_prompt_is_answered_while_a_long_one_is_read(decoder):
         batch.step()
     assert not long.began and not stream.done
     run(batch)
+
+
+def test_seconds_of_flat_prices_are_not_taken_for_those_of_measured_ones(decoder):
+    """One stream that never drafts has flat prices, the one after it measured ones."""
+    curves = (Curve.of([0], [1, 64, 512], [[1e-3, 1e-3, 8e-3]]) for _ in range(2))
+    measured = GraphConfig(cost=MeasuredCost(Latencies(*curves, 64, 1.0)))
+    batch = Batch(decoder, 8192, 8)
+    for config in (GraphConfig(mode="off"), measured):
+        prompts = [[1, 2, 3], [place * 5 % VOCAB for place in range(300)]]
+        run(batch, [sequence_of(decoder, prompt, {"max_new_tokens": 30}, config, 0) for prompt in prompts])
+    flat, in_seconds = batch._paces[False], batch._paces[True]
+    assert flat._plain and in_seconds._plain and in_seconds._plain > 5 * flat._plain

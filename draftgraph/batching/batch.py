@@ -14,6 +14,7 @@ import torch
 
 from draftgraph.batching.waiting import Waiting
 from draftgraph.config import CostModel, GraphConfig
+from draftgraph.cost.prices import Pricing
 from draftgraph.cost.reading import ALL, Pace, price_of_reading, share
 from draftgraph.decoder import GraphDecoder
 from draftgraph.engine.borrowing import Loan
@@ -55,7 +56,8 @@ class Batch:
         self.engines = engines or decoder.make_engines(slots or slots_for(decoder, sequences))
         self.most = min(sequences, *(engine.most or sequences for engine in self.engines.all))
         self.taken = Taken()  # the last step
-        self._pace = Pace(chunk)
+        self._paces = {in_seconds: Pace(chunk) for in_seconds in (False, True)}  # by the kind of prices
+        self._chunk = chunk
         self._nodes = 0  # checked in the last step
         self._loan = Loan(*decoder.models)
 
@@ -116,28 +118,37 @@ class Batch:
         started = time.perf_counter()
         ready = [sequence for sequence in self.running if sequence.began]
         reading = [sequence for sequence in self.running if not sequence.began]
-        room, prices = self._room(ready, reading), prices_behind(reading)
+        room, pricing = self._room(ready, reading), self._pricing
         missed = room - self._read_draft(reading, room)
         taken = step(ready, reading, self.engines, self.decoder.experience, self._pieces, missed)
         if Captured.made == taken.recorded:
-            read = 0.0 if prices is None else float(price_of_reading(prices, np.array([taken.read]))[0])
-            seconds = time.perf_counter() - started
-            self._pace.learn(seconds, taken.seconds.verify, price_of_pass(ready, taken.nodes), read)
+            read = (
+                float(price_of_reading(prices_behind(pricing, reading), np.array([taken.read]))[0]) if reading else 0.0
+            )
+            seconds, others = time.perf_counter() - started, price_of_pass(pricing, ready, taken.nodes)
+            self._paces[pricing.in_seconds].learn(seconds, taken.seconds.verify, others, read)
         self._nodes = taken.nodes
         return taken
 
     def _pieces(self, ready: Several[Sequence], nodes: int, reading: Several[Sequence]) -> dict[Sequence, Segment]:
         """What one pass reads of prompts beside the steps of others: also what it has room for anyway."""
         room = self._room(ready, reading)
-        fitting = min(self.engines.target.fitting(nodes, room), max(room, self._pace.most))
+        fitting = min(self.engines.target.fitting(nodes, room), max(room, self._chunk))
         shares = share([sequence.unread for sequence in reading], fitting)
         return {one: one.piece(count) for one, count in zip(reading, shares, strict=True) if count}
 
     def _room(self, ready: Several[Sequence], reading: Several[Sequence]) -> int:
         """Tokens that each model may read in this step: of prompts, and of what the draft has missed."""
-        if (prices := prices_behind(reading)) is None:
-            return self._pace.most if len(ready) > 1 else ALL
-        return self._pace.room(price_of_pass(ready, max(self._nodes, len(ready))), prices)
+        if not reading:
+            return self._chunk if len(ready) > 1 else ALL
+        pricing = self._pricing
+        others = price_of_pass(pricing, ready, max(self._nodes, len(ready)))
+        return self._paces[pricing.in_seconds].room(others, prices_behind(pricing, reading))
+
+    @property
+    def _pricing(self) -> Pricing:
+        """What tells what passes cost: in seconds, if it does so for anybody."""
+        return max((sequence.pricing for sequence in self.running), key=lambda pricing: pricing.in_seconds)
 
     def _read_draft(self, reading: list[Sequence], room: int) -> int:
         """The draft reads prompts beside the target, if it is going to draft."""
@@ -198,7 +209,7 @@ class Batch:
         else:
             newest.failure = error
             self.remove(newest)
-        self.engines.launch_drafts([sequence for sequence in self.running if sequence.began], self._pace.most)
+        self.engines.launch_drafts([sequence for sequence in self.running if sequence.began], self._chunk)
         return [newest] if newest.failure is not None else []
 
     def _put_back(self, sequence: Sequence) -> None:
@@ -212,17 +223,14 @@ def contexts_in(engine: Engine, sequences: Several[Sequence]) -> list[Any]:
     return [context for one in sequences for context in one.contexts if context.engine is engine]
 
 
-def price_of_pass(sequences: Several[Sequence], nodes: int) -> float:
+def price_of_pass(pricing: Pricing, sequences: Several[Sequence], nodes: int) -> float:
     """Of a pass over so many nodes of these sequences; 0 if there are none."""
-    return float(sequences[0].cost().of_pass(np.array([nodes]))[0]) if sequences else 0.0
+    return float(pricing.at(len(sequences[0].text)).of_pass(np.array([nodes]))[0]) if sequences else 0.0
 
 
-def prices_behind(reading: Several[Sequence]) -> CostModel | None:
+def prices_behind(pricing: Pricing, reading: Several[Sequence]) -> CostModel:
     """What passes cost behind the longest of the texts that are being read, as far as that has been read."""
-    if not reading:
-        return None
-    longest = max(reading, key=lambda sequence: len(sequence.context.text))
-    return longest.pricing.at(len(longest.context.text))
+    return pricing.at(max(len(sequence.context.text) for sequence in reading))
 
 
 def slots_for(decoder: GraphDecoder, sequences: int) -> int:
