@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgraph.graph import WORD, ancestor_bits
-from draftgraph.graph.heap import THING, pop, push
+from draftgraph.graph.unroll import THING, pop, push
 from draftgraph.proposers.copying import CHOICES
 from draftgraph.proposers.pooling import BEST, PLACES, REST, SILENCE, UNNAMED, VOICES, WEIGHT, correct, pool
 from draftgraph.proposers.table import FREE, empty, get, put, take_over

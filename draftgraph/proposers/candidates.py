@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from draftgraph.compiled import compiled
 from draftgraph.config import GraphConfig
 from draftgraph.graph import NO_TOKEN, Floats, Ints, TokenGraph, TokenTree
-from draftgraph.graph.heap import THING, pop, push
 from draftgraph.graph.merge import merge_leaves
 from draftgraph.graph.nodes import DRAFT, EXPANDED, NONE, OPEN, ROOT, Nodes, append, nodes_for
 from draftgraph.graph.token_graph import array_of
+from draftgraph.graph.unroll import THING, pop, push
 from draftgraph.proposers.copying import CHOICES, Automaton, SuffixProposer, copies, follow
 from draftgraph.proposers.pooling import PLACES, Calibration, correct, find, observe_outcomes, pool
 from draftgraph.proposers.recycling import LONGEST, Noise, Rankings, RecycleProposer, context_of, longer, recall
