@@ -48,7 +48,8 @@ def gaps_until(scheduler: Scheduler, last: dict[str, float], steps: float, await
 
 
 def measured(scheduler: Scheduler, prompts: list[list[int]], mode: str, streams: int, tokens: int) -> dict[str, Any]:
-    given: dict[str, Any] = {"max_tokens": 4 * tokens, "ignore_eos": True, "config": settings_of(mode)}
+    longest = min(4 * tokens, (scheduler.window or 4 * tokens) - max(tokens, *map(len, prompts)))
+    given: dict[str, Any] = {"max_tokens": longest, "ignore_eos": True, "config": settings_of(mode)}
     salt = f"{mode} {streams} {time.monotonic()}"
     for number, prompt in enumerate(islice(cycle(prompts), streams)):
         scheduler.submit(Job(str(number), tuple(prompt), cache_salt=salt, **given))

@@ -35,6 +35,7 @@ class Pass:
     results: dict[Sequence, PassResult]
     wait: Callable[[], None]
     started: float  # when the host began with it, or with the step that reads it
+    launched: int  # passes of the target, with this one
     graphs: dict[Sequence, Hypotheses] = field(default_factory=dict)  # of those that step
     roots: dict[Sequence, Callable[[], int]] | None = None  # of one that set off ahead: the tokens that it went on with
 
@@ -56,7 +57,8 @@ def set_off(steps: dict[Sequence, Segment], pieces: dict[Sequence, Segment], eng
         sequence.under_way += 1
     for sequence, piece in pieces.items():
         sequence.under_way += len(piece.tokens)
-    return Pass(steps, pieces, dict(zip(segments, results, strict=True)), engines.target.mark(), started)
+    found, target = dict(zip(segments, results, strict=True)), engines.target
+    return Pass(steps, pieces, found, target.mark(), started, target.launched)
 
 
 def run_ahead(
@@ -67,7 +69,8 @@ def run_ahead(
     engines: Engines,
     experience: Experience,
 ) -> Pass | None:
-    """Sets off the pass after this one; None: something of it depends on what the host has not read yet."""
+    """Sets off the pass after this one; None: something of it depends on what the host has not read yet, or it would be
+    more than one pass, the second of which would be written where this one is read."""
     if not engines.goes_ahead or not current.leaves_logits:
         return None
     going_on = [one for one in ready if not one.is_ending] + [one for one in reading if not one.unread]
@@ -80,7 +83,7 @@ def run_ahead(
         one: Segment.of_root(one.context, one.text[-1], one.sampling, one.under_way, rows.get(one)) for one in going_on
     }
     read = pieces(going_on, len(going_on), [one for one in reading if one.unread])
-    if not steps and not read:
+    if not (steps or read) or not engines.target.fits_one_pass([*steps.values(), *read.values()]):
         return None
     try:
         following = set_off(steps, read, engines)
@@ -101,6 +104,10 @@ def arriving(ready: Several[Sequence], reading: Several[Sequence], engines: Engi
     engines.following = None
     if current is None or current.roots is None:
         return None
+    here, others_ran = {*ready, *reading}, engines.target.launched != current.launched  # prices were measured, say
+    for one in [*current.steps, *current.pieces]:
+        if others_ran or one not in here:
+            one.under_way = 0
     current.started = time.perf_counter()
     for one in ready:
         if one in current.steps and one.under_way:

@@ -80,7 +80,8 @@ def step(
         going_on = [*(one for one in ready if not one.done), *begun]
         drafts = following is None and experience.habit(together).drafts
         starting = start_drafts(going_on, engines, experience, drafts, room)
-        remember_and_learn(taken, begun, engines.target.asynchronous)
+        anew = [one for one in going_on if one not in current.graphs]
+        remember_and_learn(taken, anew, engines.target.asynchronous)
     now = time.perf_counter()
     taken.seconds.other = now - verified - starting
     account(current, together, taken, experience, now - started)
@@ -212,15 +213,16 @@ def read_draft(sequences: Several[Sequence], engines: Engines, room: int, late: 
     return sum(len(piece.tokens) for piece in pieces)
 
 
-def remember_and_learn(taken: Taken, begun: list[Sequence], asynchronous: bool) -> None:
-    """What the step has shown; some of it later, if there is time while the target is at work on the next."""
+def remember_and_learn(taken: Taken, anew: list[Sequence], asynchronous: bool) -> None:
+    """What the step has shown; some of it later, if there is time while the target is at work on the next. `anew`:
+    sequences that have taken no step, and are going to."""
 
     def act(sequence: Sequence) -> None:
         sequence.remember()
         if sequence.done or sequence.learnt.observer is not None or not asynchronous:
             sequence.learn()
 
-    for sequence in begun:
+    for sequence in anew:
         sequence.recall()
     for sequence, found in taken.steps:
         if found is not None:
@@ -228,8 +230,8 @@ def remember_and_learn(taken: Taken, begun: list[Sequence], asynchronous: bool) 
 
 
 def account(current: Pass, together: int, taken: Taken, experience: Experience, seconds: float) -> None:
-    """Where the time went, and how it compares with prices. What the host does while a pass that set off ahead is
-    computed costs nothing."""
+    """Where the time went, and how it compares with prices. Of a step whose pass set off ahead all of it was for that
+    pass: the host worked beside it."""
     ready = list(current.graphs)
     if current.roots is not None:
         taken.seconds.verify, taken.seconds.other = taken.seconds.verify + taken.seconds.other, 0.0

@@ -13,12 +13,16 @@ from test_batch import SAMPLED, alone, check_left_behind, run, sequence_of
 
 from draftgraph import GraphConfig, GraphDecoder
 from draftgraph.batching import Batch
+from draftgraph.batching.batch import continue_all
 from draftgraph.choose import Outputs
+from draftgraph.cost.budget import FlatCost
 from draftgraph.cost.latency import Curve, Latencies, MeasuredCost
 from draftgraph.cost.sharing import Experience
 from draftgraph.engine import paged
+from draftgraph.engine.borrowing import Loan
 from draftgraph.engine.capture import Captured
 from draftgraph.engine.protocol import PassResult, Segment
+from draftgraph.generation import prepare
 
 OFF = GraphConfig(mode="off")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -293,3 +297,119 @@ def test_texts_that_are_being_read_count_when_it_is_decided_whether_to_draft(
         drafted.append(batch.step().drafting)
     few = [count for texts, count in zip(begun, drafted, strict=True) if texts < 8]
     assert 4 in begun and not any(few[: begun.index(8)]), "eleven do not draft until that has been tried"
+
+
+FLAT = GraphConfig(mode="off", cost=FlatCost())  # reading costs nothing: as much is read as there is
+
+
+def drawn(draw: random.Random, length: int) -> list[int]:
+    return [draw.randrange(VOCAB) for _ in range(length)]
+
+
+def test_a_long_prompt_is_not_read_ahead_over_what_the_host_has_not_read(decoder: GraphDecoder, batch_of: Any) -> None:
+    """A text ends while another has more to read than one pass holds, whose second half has the sides of this pass."""
+    draw, batch = random.Random(0), batch_of()
+    for seed in range(3):  # the first widens the table of pages
+        jobs = [(drawn(draw, length), {"max_new_tokens": 2}, FLAT, seed) for length in (5, 3800)]
+        sequences = [sequence_of(decoder, *job) for job in jobs]
+        run(batch, sequences)
+        check(decoder, sequences, jobs)
+
+
+def test_more_texts_than_one_pass_holds_do_not_go_ahead(decoder: GraphDecoder, batch_of: Any) -> None:
+    draw, hot = random.Random(0), {"max_new_tokens": 8, "do_sample": True, "temperature": 1.5}
+    jobs = [(drawn(draw, 9), hot, FLAT, number) for number in range(70)]
+    sequences = [sequence_of(decoder, *job) for job in jobs]
+    batch = batch_of(16384, 100)
+    for sequence in sequences[:60]:
+        batch.add(sequence)
+    for _ in range(3):
+        batch.step()
+    run(batch, sequences[60:])
+    check(decoder, sequences[50:], jobs[50:])
+
+
+def test_memory_that_is_short_for_a_recording_ahead_costs_nobody_a_token(
+    decoder: GraphDecoder, batch_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is short after a first warm-up, which has written its tokens where the next pass looks for them."""
+    planted: list[bool] = []
+
+    class Short(WarmedUp):
+        def __init__(self, compute: Callable[[], Any], device: torch.device, *more: Any) -> None:
+            super().__init__(compute, device, *more)
+            if planted == [True]:
+                planted.append(False)
+                raise torch.OutOfMemoryError("planted")
+
+    draw, hot = random.Random(0), {"max_new_tokens": 16, "do_sample": True, "temperature": 1.5}
+    jobs = [(drawn(draw, length), hot, FLAT, length) for length in (9, 9, 9, 9, 9, 60, 60)]
+    sequences = [sequence_of(decoder, *job) for job in jobs]
+    batch = batch_of(16384, 16)
+    monkeypatch.setattr(paged, "Captured", Short)
+    for sequence in sequences[:5]:
+        batch.add(sequence)
+    for _ in range(5):
+        batch.step()
+    passes = batch.engines.target._passes
+    batch.engines.target._passes = {shape: known for shape, known in passes.items() if shape.nodes < 64}
+    planted.append(True)
+    run(batch, sequences[5:])
+    assert len(planted) == 2
+    check(decoder, sequences, jobs)
+
+
+def test_passes_of_others_between_two_steps_are_noticed(decoder: GraphDecoder, batch_of: Any) -> None:
+    """As when prices are measured for a new request."""
+    jobs = [([1, 2, 3], {"max_new_tokens": 20}, OFF, 0)]
+    sequences, batch = [sequence_of(decoder, *job) for job in jobs], batch_of()
+    batch.add(sequences[0])
+    while batch.busy:
+        batch.step()
+        context = batch.engines.target.open()
+        with Loan(decoder.target_model):
+            for _ in range(2):
+                batch.engines.target.run([Segment.of_root(context, 7, None, 0, None)])
+                context.forget(0)
+        context.rewind(0)
+        context.close()
+    check(decoder, sequences, jobs)
+
+
+def test_a_decoding_goes_on_after_others_have_used_its_engines(decoder: GraphDecoder, batch_of: Any) -> None:
+    static, arguments = GraphDecoder(decoder.target_model), {"max_new_tokens": 24} | SAMPLED
+    prompt = torch.tensor([[1, 2, 3, 4]], device=static.engines.target.device)
+    expected = alone(decoder, prompt[0].tolist(), arguments, 5)
+    decoding = static.start(prepare(static.target_model, prompt, None, **arguments), 0, 5, config=OFF)
+    for _ in range(5):
+        decoding.step()
+    continue_all(static, [sequence_of(static, [1, 2, number], arguments, OFF, number) for number in range(2)])
+    while decoding.finish_reason is None:
+        decoding.step()
+    assert decoding.new_tokens == expected
+
+
+def test_who_sits_a_pass_out_drafts_behind_its_own_text(
+    decoder: GraphDecoder, batch_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves = (Curve.of([0], [1, 64], [[seconds, seconds]]) for seconds in (1e-2, 1e-5))
+    measured = GraphConfig(cost=MeasuredCost(Latencies(*curves, 64, 1.0)))
+    prompts = [[(number * step + step) % VOCAB for step in range(30)] for number in range(6)]
+    jobs = [(prompt, {"max_new_tokens": 40}, measured, number) for number, prompt in enumerate(prompts)]
+    expected = [alone(decoder, prompt, arguments, seed) for prompt, arguments, _, seed in jobs]
+    chosen, asked = PassResult.chosen.fget, [0]  # type: ignore[attr-defined]
+
+    def sometimes_another(result: PassResult) -> int:
+        asked[0] += 1
+        return int(chosen(result)) if asked[0] % 4 else VOCAB
+
+    monkeypatch.setattr(PassResult, "chosen", property(sometimes_another))
+    monkeypatch.setattr(decoder, "experience", Experience())
+    sequences, batch = [sequence_of(decoder, *job) for job in jobs], batch_of()
+    for sequence in sequences:
+        batch.add(sequence)
+    for step in range(200):
+        decoder.experience.habit(6).drafts = step % 5 > 2
+        if batch.busy:
+            batch.step()
+    assert asked[0] > 8 and [sequence.new_tokens for sequence in sequences] == expected

@@ -30,7 +30,7 @@ class EagerEngine:
 
     asynchronous = captured = compiled = goes_ahead = False
     widths: tuple[int, ...] = ()
-    slots = used = 0
+    slots = used = launched = 0
     left: Tensor | None = None
     ranks = 1
 
@@ -65,6 +65,9 @@ class EagerEngine:
         return [PassResult(logits if one.scored else logits[:0], states=states) for one, (logits, states) in found]
 
     def wait(self) -> None: ...
+
+    def fits_one_pass(self, segments: Sequence[Segment]) -> bool:
+        return len(segments) == 1
 
     def fitting(self, nodes: int, wanted: int) -> int:
         return wanted

@@ -79,6 +79,13 @@ class LeadEngine(Led):
         with self.group.waiting():
             self.inner.wait()
 
+    @property
+    def launched(self) -> int:
+        return self.inner.launched  # type: ignore[no-any-return]
+
+    def fits_one_pass(self, segments: Sequence[Segment]) -> bool:
+        return self.inner.fits_one_pass(segments)  # type: ignore[no-any-return]
+
     def fitting(self, nodes: int, wanted: int) -> int:
         return self.inner.fitting(nodes, wanted)  # type: ignore[no-any-return]
 

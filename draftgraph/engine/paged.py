@@ -103,7 +103,7 @@ class Arrival:
 
 @dataclass
 class Recorded:
-    """The passes of one shape. Two runs may be under way: the host writes for one while the other is computed."""
+    """The passes of one shape. Two may be under way: the host writes for one while the other is computed."""
 
     data: PassData
     run: Captured
@@ -111,7 +111,7 @@ class Recorded:
     samplers: dict[bool, Captured] = field(default_factory=dict)  # by whether top-k is asked for
 
     def turn(self) -> Arrival:
-        """Where the next run arrives, and `data` writes for it: what was there before has been computed then."""
+        """Where the next pass arrives, and `data` writes for it: what was there before has been computed then."""
         arrival = self.arrivals[self.data.turn()]
         arrival.wait()
         return arrival
@@ -157,6 +157,7 @@ class PagedEngine:
         self._moves: dict[PagedContext, Moves] = {}  # of accepted nodes, left to the next pass
         self._passes: dict[PassShape, Recorded] = {}
         self._last: Arrival | None = None
+        self.launched = 0
         self._chosen = torch.zeros(NODES[-1], dtype=torch.long, device=self.device)  # by rows of the last pass
         self._graphs = graph_memory(self.device)
         self._like, self.columns = probed(model)  # columns: tokens that the model tells apart
@@ -232,6 +233,9 @@ class PagedEngine:
     def wait(self) -> None:
         self.mark()()
 
+    def fits_one_pass(self, segments: Sequence[Segment]) -> bool:
+        return sum(map(len, segments)) <= self.widest and len(segments) <= SEQUENCES[-1]
+
     def fitting(self, nodes: int, wanted: int) -> int:
         last = nodes % self.widest  # of the last pass
         if not self.captured or not last or not wanted:
@@ -258,6 +262,8 @@ class PagedEngine:
                 shape = shape._replace(adapted=True)
             recorded = self._recorded(shape, wanted)
             if recorded is None:
+                if any(segment.follows is not None for segment in segments):
+                    raise torch.OutOfMemoryError("no memory to record a pass that follows another")
                 waiting.extendleft(reversed(pieces))
                 continue
             results = self._launch(recorded, pieces)
@@ -290,18 +296,19 @@ class PagedEngine:
             sampled = self._sample(recorded, any(sampling.warping.top_k > 0 for sampling in noisy))
         arrival.bring(ranked=found.ranked, proposed=found.proposed, sampled=sampled)
         self._last = arrival
+        self.launched += 1
         results, start, node = [], 0, 0
         for piece, sampling in zip(pieces, samplings, strict=True):
             rows = slice(start, start + (len(piece) if piece.segment.scored else 0))
-            row = partial(self._row, arrival, start) if found.ranked is not None else None
+            row = partial(self._row, self.launched, start) if found.ranked is not None else None
             result = result_of(arrival, found.logits, rows, sampled is not None and sampling is not None, row)
             result.states = None if found.states is None else found.states[node : node + len(piece)]
             results.append(result)
             start, node = rows.stop, node + len(piece)
         return results
 
-    def _row(self, arrival: Arrival, row: int) -> int | None:
-        return row if self._last is arrival else None
+    def _row(self, launched: int, row: int) -> int | None:
+        return row if self.launched == launched else None
 
     def _sampling_of(self, piece: Piece) -> Sampling | None:
         """Whose noise is added at the nodes of a piece, if the device can do that."""
@@ -491,7 +498,6 @@ class PagedEngine:
         """A larger pool, at least so many pages: everything recorded is recorded again."""
         if not self._grows:
             raise OutOfPages(f"{pages} pages are needed, {self.pages.count} are there")
-        self.wait()
         self.settle()
         self._forget_passes()
         slots, larger = self.slots, PAGE * max(pages, 2 * self.pages.count)
@@ -510,7 +516,6 @@ class PagedEngine:
 
     def _reserve_table(self, pages: int) -> None:
         if pages > self.most_pages:
-            self.wait()
             self._forget_passes()
             while pages > self.most_pages:
                 self.most_pages *= 4
@@ -529,6 +534,7 @@ class PagedEngine:
                 self._recorded(shape)
 
     def _forget_passes(self) -> None:
+        self.wait()  # one may be under way
         self._last = None
         self._passes.clear()
         self._graphs = graph_memory(self.device)
@@ -683,8 +689,8 @@ def nothing() -> None: ...
 def result_of(
     arrival: Arrival, logits: Tensor, rows: slice, is_sampled: bool, row: Callable[[], int | None] | None
 ) -> PassResult:
-    """The rows of one sequence. What lies on the host is read when asked for, before the pass of that shape after the
-    next."""
+    """The rows of one sequence. What lies on the host is read when asked for: one more pass of that shape may have set
+    off by then, not two."""
 
     def found(name: str) -> Any:
         arrival.wait()

@@ -241,6 +241,10 @@ class Engine(Protocol):
     ranks: int  # processes that compute every pass together
 
     @property
+    def launched(self) -> int:
+        """Passes so far."""
+
+    @property
     def goes_ahead(self) -> bool:
         """Whether a pass may set off before the one before it was read: see `Segment.follows`."""
 
@@ -276,6 +280,8 @@ class Engine(Protocol):
 
     def wait(self) -> None:
         """Until the last pass is done."""
+
+    def fits_one_pass(self, segments: Sequence[Segment]) -> bool: ...
 
     def fitting(self, nodes: int, wanted: int) -> int:
         """How many more nodes than these go into a pass, if so many are wanted: as many as its shape has room for."""
