@@ -56,7 +56,7 @@ def set_off(steps: dict[Sequence, Segment], pieces: dict[Sequence, Segment], eng
     for sequence in steps:
         sequence.under_way += 1
     for sequence, piece in pieces.items():
-        sequence.under_way += len(piece.tokens)
+        sequence.under_way += len(piece)
     found, target = dict(zip(segments, results, strict=True)), engines.target
     return Pass(steps, pieces, found, target.mark(), started, target.launched)
 

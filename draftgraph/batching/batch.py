@@ -122,9 +122,7 @@ class Batch:
         missed = room - self._read_draft(reading, room)
         taken = step(ready, reading, self.engines, self.decoder.experience, self._pieces, missed)
         if Captured.made == taken.recorded:
-            read = (
-                float(price_of_reading(prices_behind(pricing, reading), np.array([taken.read]))[0]) if reading else 0.0
-            )
+            read = float(price_of_reading(prices_behind(pricing, reading), np.array([taken.read]))[0])
             seconds, others = time.perf_counter() - started, price_of_pass(pricing, ready, taken.nodes)
             self._paces[pricing.in_seconds].learn(seconds, taken.seconds.verify, others, read)
         self._nodes = taken.nodes
@@ -230,7 +228,7 @@ def price_of_pass(pricing: Pricing, sequences: Several[Sequence], nodes: int) ->
 
 def prices_behind(pricing: Pricing, reading: Several[Sequence]) -> CostModel:
     """What passes cost behind the longest of the texts that are being read, as far as that has been read."""
-    return pricing.at(max(len(sequence.context.text) for sequence in reading))
+    return pricing.at(max((len(sequence.context.text) for sequence in reading), default=0))
 
 
 def slots_for(decoder: GraphDecoder, sequences: int) -> int:
