@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from operator import truediv
@@ -197,14 +198,19 @@ def gpu() -> Iterator[str]:
 def same() -> Iterator[str]:
     """How many answers are those of plain decoding in half precision on a GPU."""
     lines = (DOCS / "results" / "h200-same" / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-    by_target: dict[str, list[str]] = {}
-    found = [json.loads(line) for line in lines]
-    for row in found:
-        by_target.setdefault(row["target"], []).append(f"{row['same']} of {row['of']} in `{row['mode']}`")
-    same, of = (sum(row[name] for row in found) for name in ("same", "of"))
+    counts: dict[str, Counter[str]] = {}
+    same = 0
+    for row in map(json.loads, lines):
+        counts.setdefault(row["target"], Counter())[row["dtype"]] += row["of"]
+        same += row["same"]
+    by_target = [
+        f"{target} ({', '.join(f'{count:,} in {dtype}' for dtype, count in found.items())})"
+        for target, found in counts.items()
+    ]
     yield from prose(
-        f"On an H200, greedy, in bfloat16, {same} of {of} answers were those of `off`, token for token:",
-        "; ".join(f"{target}, {', '.join(counts)}" for target, counts in by_target.items()) + ".",
+        f"On an H200 {same:,} of {sum(map(Counter.total, counts.values())):,} answers were those of `off`, token for",
+        "token, in all modes, greedy and sampled, alone and among 64:",
+        ", ".join(by_target) + ".",
     )
 
 

@@ -210,6 +210,8 @@ class GraphDecoder:
         with decoding.loan, decoding._stats.clock("prefill"):
             decoding.open(self.engines, self.learnt, pricing, self._alone.contexts)
             decoding.read_prompt(reuse_cache)
+            for engine in self.engines.all:  # else the first step would seem to have taken that
+                engine.wait()
         self._alone.holder = decoding
         return decoding
 

@@ -251,6 +251,7 @@ def test_steps_of_many_texts_are_counted_from_when_all_have_begun(mode, monkeypa
     model = llama()
     scheduler = Scheduler(Pair(model, model, None), Limits(texts=5, slots=4096))
     steps = list(host_share.together(scheduler, [[1, 2, 3], [4] * 40], mode, 20, 5))
+    host_share.finish(scheduler)
     assert min(steps) >= 5 and sum(steps) <= 5 * 19 and not scheduler.busy
     assert (max(steps) == 5) == (mode == "off")
 
