@@ -464,9 +464,7 @@ class PagedEngine:
         """Accepted nodes to their places; a captured engine leaves it to the next pass, which is launched anyway."""
         if self._program is not None:
             return self._program.move(self.cache, sources, targets)
-        if not self.captured:
-            return self.cache.move(torch.from_numpy(sources), torch.from_numpy(targets))
-        if len(sources) <= MOVED_TOGETHER and context not in self._moves:
+        if self.captured and len(sources) <= MOVED_TOGETHER and context not in self._moves:
             self._moves[context] = sources, targets
             return
         self.settle()
