@@ -96,6 +96,7 @@ def counted(scheduler: Scheduler) -> Iterator[int]:
 
 
 def finish(scheduler: Scheduler | None) -> None:
+    """What is left of the answers. Nobody reads them: what was timed was repeated in the middle of them."""
     while scheduler is not None and scheduler.busy:
         scheduler.step()
 

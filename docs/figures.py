@@ -198,19 +198,15 @@ def gpu() -> Iterator[str]:
 def same() -> Iterator[str]:
     """How many answers are those of plain decoding in half precision on a GPU."""
     lines = (DOCS / "results" / "h200-same" / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-    counts: dict[str, Counter[str]] = {}
-    same = 0
-    for row in map(json.loads, lines):
-        counts.setdefault(row["target"], Counter())[row["dtype"]] += row["of"]
-        same += row["same"]
-    by_target = [
-        f"{target} ({', '.join(f'{count:,} in {dtype}' for dtype, count in found.items())})"
-        for target, found in counts.items()
-    ]
+    rows = [json.loads(line) for line in lines]
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts[row["target"]] += row["of"]
     yield from prose(
-        f"On an H200 {same:,} of {sum(map(Counter.total, counts.values())):,} answers were those of `off`, token for",
-        "token, in all modes, greedy and sampled, alone and among 64:",
-        ", ".join(by_target) + ".",
+        f"On an H200 {sum(row['same'] for row in rows):,} of {counts.total():,} answers in half precision were those",
+        "of `off`, token for token:",
+        "; ".join(f"{target} {count:,}" for target, count in counts.items()) + ".",
+        "[Runs](docs/results/README.md).",
     )
 
 
